@@ -143,6 +143,27 @@ def names_are_not_vague() -> FAULTS:
                 yield f"{shown(path, node.lineno)}: {node.name} is a vague name"
 
 
+SHARED_CLASS_NAMES, SHARED_IN_A_PACKAGE = 76, 10
+"""How many class names are in two modules or more; how many of them in two modules of one package
+(a folder of src/dure). Both only fall."""
+
+
+def class_names_are_distinct() -> FAULTS:
+    """Few modules have a class with the name of another module's."""
+    homes: dict[str, list[Path]] = {}
+    for path in python_files("src"):
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(path.relative_to(PACKAGE))
+    shared = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    near = {n: ps for n, ps in shared.items() if len({p.parts[0] for p in ps}) < len(ps)}
+    for found, most in ((shared, SHARED_CLASS_NAMES), (near, SHARED_IN_A_PACKAGE)):
+        if len(found) > most:
+            for name, paths in sorted(found.items()):
+                yield f"class {name}: {', '.join(map(str, paths))}"
+            yield f"{len(found)} of these class names, at most {most}"
+
+
 def modules_open_with_prose() -> FAULTS:
     """Each module begins with a docstring."""
     for path in python_files("src", "examples", "benchmarks"):
@@ -322,6 +343,7 @@ CHECKS: list[Callable[[], FAULTS]] = [
     functions_are_short,
     parameter_lists_are_short,
     names_are_not_vague,
+    class_names_are_distinct,
     modules_open_with_prose,
     examples_explain_themselves,
     examples_are_listed,

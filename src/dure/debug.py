@@ -1,9 +1,9 @@
-"""Checks that a program runs while it is looked for what goes wrong.
+"""Checks for debugging a training program.
 
-`check_replicas(model)`, called once a step, finds the first parameter of which ranks that ought to
-have the same have not: a gradient that was reduced over too few ranks, a random number drawn from
-another seed, a weight that was loaded on one rank only. `check_batch(batch, mesh)` does so for what
-ranks have read that ought to read the same.
+`check_replicas(model)`, called after every step, finds the first parameter that differs between
+ranks that must have the same values: its gradient was reduced over too few ranks, say, or a random
+number was drawn with another seed, or a weight was loaded on one rank only. `check_batch(batch,
+mesh)` compares the batches of ranks that must read the same data.
 """
 
 from __future__ import annotations
@@ -34,25 +34,36 @@ if not TYPE_CHECKING:
 def check_replicas(
     model: torch.nn.Module, *, step: int | None = None, group: ProcessGroup | None = None
 ) -> None:
-    """Raise on all ranks if a parameter differs where it ought to be the same.
+    """Raise on all ranks if replicas of a parameter or buffer differ.
 
-    A plain parameter or buffer is the same on all ranks of `group`; a DTensor on the ranks of its
-    mesh that stand alike on the axes that shard it.
+    A plain tensor must be the same on all ranks of `group`. A DTensor must be the same on ranks of
+    its mesh that hold the same shard.
 
     Args:
-        model: With the same names on all ranks.
-        step: Is told in the error.
-        group: Who takes part; the world where None.
+        model: The module; its parameters and buffers have the same names on all ranks.
+        step: Number of the step, for the error message.
+        group: The ranks to compare; None for the default group.
 
     Raises:
-        ReplicasDiffer: Names the first parameter that differs, and which ranks have which value.
+        ReplicasDiffer: Has the name of the first parameter that differs, and the ranks with equal
+            values.
 
     Collective:
         All ranks of the group.
 
     Cost:
-        One all_gather of 8 bytes and some 12 us a parameter, and a pass over this rank's parameters
-        at about 1 GB/s (SHA-1).
+        One all_gather of 8 bytes per parameter, about 12 us per parameter, and a pass over this
+        rank's parameters at about 1 GB/s (SHA-1).
+
+    Example:
+        ```python
+        from dure.debug import check_replicas
+
+        model = torch.nn.Linear(4, 2)
+        for p in model.parameters():
+            dist.broadcast(p.data, src=0)
+        check_replicas(model, step=0)
+        ```
     """
     pg = resolve(group, "check_replicas")
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -63,31 +74,40 @@ def check_replicas(
         for ranks in _replicas(tensor, pg):
             values = {rank: int(hashes[pg.group_rank(rank), number]) for rank in ranks}
             if len(set(values.values())) > 1:
-                fix = "See which reduction its gradient had, and what was loaded or drawn there."
+                fix = "Check how its gradient is reduced, how it was loaded, and the random seeds."
                 where = {"group": pg.group_name, "rank": pg.rank(), "world_size": pg.size()}
                 raise _differ(name, step, values, op="check_replicas", fix=fix, **where)
 
 
 def check_batch(batch: object, mesh: DeviceMesh, *, step: int | None = None) -> None:
-    """Raise if ranks that ought to have the same batch have not.
+    """Raise if ranks that must have the same batch have different ones.
 
-    These are the ranks that stand alike on the mesh's axes of data (`DistributedSampler` says which
-    names are), such as those of a tensor or pipeline group; all of a mesh without such an axis.
+    These are the ranks with the same coordinates on the data axes of the mesh, such as those of a
+    tensor or pipeline group; all ranks if the mesh has no data axis. `DistributedSampler` lists the
+    names of data axes.
 
     Args:
-        batch: Plain tensors and what can be pickled, in lists, tuples, dicts and alike.
-        mesh: All axes, or those whose ranks are compared.
-        step: Is told in the error.
+        batch: Nested lists, tuples and dicts of plain tensors and values that can be pickled.
+        mesh: The mesh of all axes, or of those to compare.
+        step: Number of the step, for the error message.
 
     Raises:
-        ReplicasDiffer: On all ranks compared: names the first entry that differs, and which ranks
-            have which. Where a rank has an entry that others have not, it is that.
+        ReplicasDiffer: On all compared ranks. Has the name of the first entry that differs or that
+            some ranks do not have, and the ranks with equal values.
 
     Collective:
         All ranks of the mesh.
 
     Cost:
-        One all_gather of 8 bytes for each axis compared, and one pass over the batch.
+        One all_gather of 8 bytes per compared axis, and a pass over the batch.
+
+    Example:
+        ```python
+        from dure.debug import check_batch
+
+        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        check_batch({"tokens": torch.arange(8)}, mesh, step=0)
+        ```
     """
     coordinate, names = mesh.get_coordinate(), mesh.mesh_dim_names or ()
     if coordinate is None:
@@ -101,15 +121,15 @@ def check_batch(batch: object, mesh: DeviceMesh, *, step: int | None = None) -> 
         hashes = _gathered(hashes.tolist(), group)
     if len(hashes.unique()) == 1:
         return
-    said: list[Any] = [mine]
+    batches: list[Any] = [mine]
     for group in groups:
         every: list[Any] = [None] * group.size()
-        all_gather_object(every, said, group)
-        said = [one for part in every for one in part]
-    own = tuple(place if axis in data else slice(None) for axis, place in enumerate(coordinate))
-    ranks = mesh.mesh[own].flatten().tolist()
-    for name in dict.fromkeys(name for one in said for name in one):
-        values = {rank: one.get(name) for rank, one in zip(ranks, said, strict=True)}
+        all_gather_object(every, batches, group)
+        batches = [one for part in every for one in part]
+    compared = tuple(at if axis in data else slice(None) for axis, at in enumerate(coordinate))
+    ranks = mesh.mesh[compared].flatten().tolist()
+    for name in dict.fromkeys(name for one in batches for name in one):
+        values = {rank: one.get(name) for rank, one in zip(ranks, batches, strict=True)}
         if len(set(values.values())) > 1:
             break
     else:  # the same entries in another order or in other containers
@@ -139,7 +159,7 @@ def _hash_of(value: object) -> int:
 
 
 def _replicas(tensor: torch.Tensor, group: ProcessGroup) -> Iterator[list[int]]:
-    """Yield the global ranks that have the same of a tensor."""
+    """Yield sets of global ranks that must have the same values of a tensor."""
     if not isinstance(tensor, DTensor):
         yield list(group.global_ranks)
         return
@@ -163,16 +183,16 @@ def _product(mesh: DeviceMesh, axes: list[int]) -> int:
 def _differ(
     name: str, step: int | None, values: Mapping[int, int | None], **fields: object
 ) -> ReplicasDiffer:
-    alike: dict[int | None, list[int]] = {}
+    equal: dict[int | None, list[int]] = {}
     for rank, value in values.items():
-        alike.setdefault(value, []).append(rank)
-    sets = sorted(alike.values(), key=len, reverse=True)
+        equal.setdefault(value, []).append(rank)
+    sets = sorted(equal.values(), key=len, reverse=True)
     when = "" if step is None else f" at step {step}"
     return ReplicasDiffer(
         f"ranks have different values of {name}{when}",
         parameter=name,
         step=step,
         ranks=tuple(map(tuple, sets)),
-        seen="alike are " + "; ".join(f"ranks {ranks}" for ranks in sets),
+        seen="equal on " + "; ".join(f"ranks {ranks}" for ranks in sets),
         **fields,
     )

@@ -1,12 +1,11 @@
-"""Every environment variable Dure reads, in one place.
+"""Every environment variable that Dure reads.
 
-No other module touches `os.environ` (a test checks it). A variable is declared once below, with
-what it means; `describe()` is what `dure env` and the error about a missing variable print.
+No other module uses `os.environ` (a test checks it). A variable is declared once, with its meaning;
+`dure env`, the reference and error messages show it.
 
-Two files are exempt, `launch/ranks/child.py` and `launch/ranks/forking.py`: they start a rank and
-set its environment before Dure can be imported, and must import nothing of it (programs that do
-not use Dure would load it). The variables that they read by name are declared below as well,
-which the same test checks.
+Two files are exempt, `launch/ranks/child.py` and `launch/ranks/forking.py`: they start a rank
+without an import of Dure, because programs that do not use Dure must not load it. The variables
+that they read are declared here as well, which the same test checks.
 
 Internal: names here may change in any release.
 """
@@ -45,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """One variable: its name, what it means, and who usually sets it."""
+    """An environment variable."""
 
     name: str
     meaning: str
@@ -106,7 +105,7 @@ VARIABLES: dict[str, Variable] = {
             name="KUBERNETES_SERVICE_HOST",
             meaning="set in every pod; names of other pods are waited for",
         ),
-        Variable(name="NO_COLOR", meaning="1: no colours on the terminal"),
+        Variable(name="NO_COLOR", meaning="1: no colors on the terminal"),
         Variable(name="PATH", meaning="where programs such as mpirun are looked for"),
         Variable(
             name="LD_PRELOAD",
@@ -124,7 +123,7 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(
             name="DURE_FSDP_STRATEGY",
-            meaning="shared or gathered: how fully_shard makes parameters whole; else it chooses",
+            meaning="shared or gathered: how fully_shard unshards parameters; else it chooses",
         ),
         Variable(name="DURE_INSECURE", meaning="1: let unauthenticated peers join (loudly)"),
         Variable(
@@ -220,7 +219,7 @@ VARIABLES: dict[str, Variable] = {
         Variable(name="PMI_SIZE", meaning="set by the mpiexec of MPICH and Intel MPI"),
         Variable(name="PMIX_RANK", meaning="set by launchers that speak PMIx, such as srun"),
         Variable(name="XDG_CONFIG_HOME", meaning="where the user's own key file lives"),
-        Variable(name="XDG_STATE_HOME", meaning="where flight records lie, without DURE_TRACE_DIR"),
+        Variable(name="XDG_STATE_HOME", meaning="where flight records are, without DURE_TRACE_DIR"),
         Variable(name="MALLOC_ARENA_MAX", meaning="how many heaps glibc may give to threads"),
         Variable(
             name="MALLOC_TRIM_THRESHOLD_",
@@ -243,7 +242,7 @@ _READ_AT_IMPORT = (
 )
 """Prefixes of the names of variables that torch and its libraries read once, when loaded."""
 _SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
-"""Those of them that scikit-learn sets when it is imported; torch does not need them."""
+"""Variables with these prefixes that scikit-learn sets at its import; torch ignores them."""
 
 _ON = frozenset({"1", "true", "yes", "on"})
 _FLAGS = (
@@ -264,24 +263,24 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def text(name: str, default: str | None = None) -> str | None:
-    """Return the variable `name`, or `default` where it is unset or empty."""
+    """Return the variable `name`, or `default` if it is unset or empty."""
     if name not in VARIABLES:
         raise KeyError(f"{name} is not declared in dure.env")
     return os.environ.get(name) or default
 
 
 def raw(name: str) -> str | None:
-    """Return the variable `name` as it is: set to nothing (no GPUs) is not the same as not set."""
+    """Return the variable `name`; an empty value (no GPUs) differs from an unset variable."""
     if name not in VARIABLES:
         raise KeyError(f"{name} is not declared in dure.env")
     return os.environ.get(name)
 
 
 def flag(name: str) -> bool:
-    """Return whether the variable `name` is on (1, true, yes, on); unset, empty, 0 and so on: off.
+    """Return whether the variable `name` is on (1, true, yes, on).
 
     Raises:
-        UsageError: It is neither on nor off.
+        UsageError: It has another value, and is not off (0, false, no, off, empty, unset).
     """
     value = (text(name) or "0").strip().lower()
     if value not in _ON | _OFF:
@@ -294,10 +293,7 @@ def flag(name: str) -> bool:
 
 
 def check_flags() -> None:
-    """Raise `UsageError` if a variable has none of the values that it may have.
-
-    These are those that are on or off, DURE_LOG and TORCH_DISTRIBUTED_DEBUG.
-    """
+    """Raise `UsageError` if a flag, DURE_LOG or TORCH_DISTRIBUTED_DEBUG has an invalid value."""
     for name in _FLAGS:
         flag(name)
     log_levels()
@@ -305,7 +301,7 @@ def check_flags() -> None:
 
 
 def log_levels() -> dict[str, str]:
-    """Return what DURE_LOG asks for: a level for each logger it names; "dure" is all of them.
+    """Return the levels of DURE_LOG by logger; "dure" is the parent of all loggers.
 
     Raises:
         UsageError: A part of it is neither a level nor LOGGER=LEVEL.
@@ -329,7 +325,7 @@ def log_levels() -> dict[str, str]:
 
 
 def debug_level() -> str:
-    """Return what TORCH_DISTRIBUTED_DEBUG asks for: OFF, INFO or DETAIL.
+    """Return the level of TORCH_DISTRIBUTED_DEBUG: OFF, INFO or DETAIL.
 
     Raises:
         UsageError: It is none of these.
@@ -345,19 +341,19 @@ def debug_level() -> str:
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """List the variables that begin with DURE_ and that Dure does not know, each with the nearest.
+    """List unknown variables that begin with DURE_, each with the most similar known name.
 
     Args:
-        environ: The variables; None: those of this process.
+        environ: The variables; None for those of this process.
     """
     ours = [name for name in VARIABLES if name.startswith("DURE_")]
     names = sorted(os.environ if environ is None else environ)
-    strange = [name for name in names if name.startswith("DURE_") and name not in VARIABLES]
-    if not strange:
+    found = [name for name in names if name.startswith("DURE_") and name not in VARIABLES]
+    if not found:
         return []
-    from difflib import get_close_matches  # lazy: hardly ever needed
+    from difflib import get_close_matches  # lazy: rarely needed
 
-    return [(name, get_close_matches(name, ours, 1, 0.0)[0]) for name in strange]
+    return [(name, get_close_matches(name, ours, 1, 0.0)[0]) for name in found]
 
 
 def unknown_note(environ: Mapping[str, str] | None = None) -> str:
@@ -395,34 +391,42 @@ def set_too_late_note() -> str:
     )
 
 
-def whole_number(text: str) -> int:
-    """Return the number that a text of decimal digits is.
+def parse_integer(text: str) -> int:
+    """Parse a decimal integer; unlike `int`, without underscores and digits of other scripts.
 
     Raises:
-        ValueError: It is none; `int` also accepts 1_0 and the digits of other scripts.
+        ValueError: It is not an integer.
     """
     if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
-        raise ValueError(f"not a whole number: {text!r}")
+        raise ValueError(f"not an integer: {text!r}")
     return int(text)
 
 
 def integer(name: str, default: int | None = None) -> int | None:
-    """Return the variable `name` as a whole number, or `default` where it is unset."""
+    """Return the variable `name` as an integer, or `default` if it is unset.
+
+    Raises:
+        RendezvousError: It is not an integer.
+    """
     value = text(name)
     if value is None:
         return default
     try:
-        return whole_number(value)
+        return parse_integer(value)
     except ValueError:
         raise RendezvousError(
-            f"the environment variable {name} is not a whole number",
+            f"the environment variable {name} must be an integer",
             seen=f"{value!r}; it means {VARIABLES[name].meaning}",
             fix=f"Set it, e.g. {name}={VARIABLES[name].example or 0}.",
         ) from None
 
 
 def require(name: str, purpose: str) -> str:
-    """Return the variable `name`; without it, say which is missing and what it means."""
+    """Return the variable `name`.
+
+    Raises:
+        RendezvousError: It is unset or empty; the message has its meaning and `purpose`.
+    """
     value = text(name)
     if value is None:
         v = VARIABLES[name]
@@ -436,12 +440,12 @@ def require(name: str, purpose: str) -> str:
 
 
 def describe() -> list[tuple[str, str | None, str]]:
-    """List (name, value or None, meaning) of every variable."""
+    """Return (name, value or None, meaning) of every variable."""
     return [(v.name, os.environ.get(v.name), v.meaning) for v in VARIABLES.values()]
 
 
 def everything() -> dict[str, str]:
-    """Return a copy of the whole environment: for what looks for a cluster, or for `PET_*`."""
+    """Return a copy of all variables, for the detection of clusters and for `PET_*`."""
     return dict(os.environ)
 
 

@@ -1,13 +1,13 @@
-"""The file in which a program leaves the error that ended it, for who started it to read.
+"""The error file of a rank: the program writes its final error there, and the launcher reads it.
 
-torchrun names a file for each rank in TORCHELASTIC_ERROR_FILE, and torch's `@record` writes it;
-`dure run` and `record` do the same in the same format, so that any pair works:
+torchrun sets TORCHELASTIC_ERROR_FILE for each rank, and torch's `@record` writes that file.
+`dure run` and `record` use the same variable and format, so that any pair works:
 
     {"message": {"message": "ValueError: too late",
                  "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1700000000"},
                  "errorCode": 3}}
 
-The last field is there only where it is known. A file may also hold `{"message": "text"}`.
+`errorCode` is optional. A file may also be `{"message": "text"}`.
 
 Internal: its `record` is `dure.record`.
 """
@@ -37,10 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedError:
-    """What an error file tells.
+    """The content of an error file.
 
-    `message` begins with the error's type; `traceback` is empty where there was none, and
-    `exit_code` None where it was not known yet.
+    Attributes:
+        message: The error's type and message.
+        traceback: The traceback; empty if there is none.
+        exit_code: The exit code of the process; None if unknown.
+        timestamp: Time of the error, in seconds since the epoch.
     """
 
     message: str
@@ -50,21 +53,34 @@ class RecordedError:
 
     @property
     def type(self) -> str:
-        """The error's type, as far as the message shows it."""
+        """The error's type, if the message begins with one."""
         name, colon, _ = self.message.partition(": ")
         return name if colon and name.replace(".", "").isidentifier() else ""
 
 
 def record(fn: Callable[P, T], error_handler: Any = None) -> Callable[P, T | None]:
-    """Decorate a program's main function, so that what it raises is left in the error file.
+    """Decorate a program's main function to write its exception to the launcher's error file.
 
-    As torch's decorator of this name: the error goes on, `sys.exit(0)` becomes a return, and
-    faults of native code print where they were. Without a launcher nothing is written.
-    An error that carries another rank's report (`LaunchError`) leaves that rank's.
+    Same as torch's decorator: the exception is raised again, `sys.exit(0)` becomes a return, and a
+    crash of native code prints the Python stacks. Without a launcher no file is written. For an
+    error with another rank's report (`LaunchError`), that report is written.
 
     Args:
-        fn: The function.
-        error_handler: Its `record_exception(error)` is called instead, as torch's ErrorHandler.
+        fn: The main function.
+        error_handler: If given, its method `record_exception(error)` is called instead of writing
+            the file, as with torch's ErrorHandler.
+
+    Returns:
+        The decorated function.
+
+    Example:
+        ```python
+        @dist.record
+        def main() -> int:
+            return 7
+
+        assert main() == 7
+        ```
     """
 
     @functools.wraps(fn)
@@ -78,23 +94,23 @@ def record(fn: Callable[P, T], error_handler: Any = None) -> Callable[P, T | Non
                 return None
             raise
         except Exception as error:
-            (error_handler.record_exception if error_handler else _leave)(error)
+            (error_handler.record_exception if error_handler else _write)(error)
             raise
 
     return recorded
 
 
-def _leave(error: Exception) -> None:
+def _write(error: Exception) -> None:
     file = env.text("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
     try:
-        write_error(Path(file), _told_by(error))
+        write_error(Path(file), _content_of(error))
     except OSError as trouble:
         print(f"dure.record: {file} cannot be written: {trouble.strerror}", file=sys.stderr)
 
 
-def _told_by(error: Exception) -> RecordedError:
+def _content_of(error: Exception) -> RecordedError:
     crash = getattr(getattr(error, "report", None), "crash", None)
     if crash is not None:
         return RecordedError(
@@ -126,7 +142,7 @@ def write_error(path: Path, error: RecordedError) -> None:
 
 
 def read_error(path: Path) -> RecordedError | None:
-    """Read an error file; None if there is none, or what it holds is something else."""
+    """Read an error file; None if there is none, or its content is something else."""
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             return None
@@ -148,8 +164,8 @@ def read_error(path: Path) -> RecordedError | None:
 
 
 def encodable(text: str) -> str:
-    """Return a text that can be shown and sent: half a surrogate pair as standard error shows it.
+    """Return the text with lone surrogates escaped, so that it can be printed and sent.
 
-    JSON may hold them, and so do names of files that are no UTF-8.
+    JSON can have lone surrogates, and so can names of files that are not UTF-8.
     """
     return text.encode(errors="backslashreplace").decode()

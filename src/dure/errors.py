@@ -1,34 +1,34 @@
-"""The exception tree: what a caller can catch, and what each branch means.
+"""The exception tree.
 
     DureError
     ├── UsageError            the caller is wrong, and the same call will fail again
     │   ├── ShapeError, DtypeError, DeviceError, PlacementError (DimError),
     │   ├── MeshError (AxisError)
     │   ├── NotInGroupError, CopyError, DataError, ModuleError (HookError), OptimizerError
-    │   └── ScheduleError         a pipeline's schedule that is not whole, or would deadlock
-    ├── CommError             the job is in trouble; the group must be rebuilt
+    │   └── ScheduleError         a pipeline's schedule is incomplete, or would deadlock
+    ├── CommError             the group is broken and must be made again
     │   ├── CommTimeout, PeerLost, Desync, Aborted
     ├── StoreError (StoreTimeout, StoreLost, StoreRefused), RendezvousError (RendezvousTimeout)
-    ├── ReplicasDiffer        ranks that ought to have the same parameter have not
+    ├── ReplicasDiffer        ranks have different values of a replicated parameter
     ├── UnevenInputs          some ranks ran out of inputs before the others
     ├── PipelineError         a stage raised; all ranks of the pipeline raise this
-    ├── LaunchError           carries the first failing worker's report
-    ├── RpcError              carries the remote traceback
+    ├── LaunchError           has the report of the first rank that failed
+    ├── RpcError              has the remote traceback
     ├── CheckpointError       CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten,
     │                         CheckpointTooNew, CheckpointException
-    └── InternalError         ours; please report
+    └── InternalError         a bug of Dure; please report it
 
-Warnings have a tree of their own. Each class also derives from a class of Python, so filters for
-that class apply, too:
+The tree of warnings. Each class also derives from one of Python's, so that filters for that class
+apply:
 
     DureWarning
     ├── DureDeprecationWarning   FutureWarning: an argument or a form that has a successor
-    ├── UsageWarning             UserWarning: a call that is probably not what was meant
+    ├── UsageWarning             UserWarning: a valid call that is probably a mistake
     ├── PerformanceWarning       UserWarning: correct results, but slower than necessary
     ├── UnwaitedWorkWarning      RuntimeWarning: an asynchronous operation without a `wait`
     └── ForkWarning              RuntimeWarning: a child process that shares memory
 
-torch's names for the same kinds of failure are classes between `DureError` and ours:
+torch's exception classes are between `DureError` and ours:
 
     DistError
     ├── DistBackendError      CommError
@@ -36,12 +36,11 @@ torch's names for the same kinds of failure are classes between `DureError` and 
     └── DistStoreError        StoreError, RendezvousTimeout
         └── QueueEmptyError
 
-When the plug-in for stock PyTorch is imported, these also derive from torch's classes of the same
-names (`derive_from`), so `except torch.distributed.DistBackendError` catches a `CommError`. Without
-torch, they are Dure's alone.
+After an import of the plug-in for stock PyTorch, these also derive from torch's classes of the same
+names (`derive_from`), so `except torch.distributed.DistBackendError` catches a `CommError`.
 
-Every error has fields, and its message is made from them in one place, `_message`:
-what failed; where (rank, group, operation number); what was seen and expected; what to try.
+`_message` makes the message of an error from its fields: the failure; the place (rank, group,
+operation number); the values that were seen and expected; a fix.
 Tests match types and fields, never wording.
 """
 
@@ -108,7 +107,7 @@ __all__ = [
 
 
 def _message(what: str, where: str, seen: str, fix: str) -> str:
-    """Join the four parts of a message; empty ones are left out."""
+    """Join the four parts of a message, except empty ones."""
     text = f"{what} ({where})" if where else what
     if seen:
         text += f": {seen}"
@@ -118,18 +117,18 @@ def _message(what: str, where: str, seen: str, fix: str) -> str:
 
 
 class DureError(Exception):
-    """Anything Dure raises on purpose.
+    """The base class of all errors that Dure raises.
 
     Args:
-        what: What failed, in a few words, without a full stop.
-        group: Name of the process group, if there is one.
+        what: The failure in a few words, without a full stop; also an attribute, as all arguments.
+        group: Name of the process group.
         op: The operation, such as "all_reduce".
         seq: The operation's number in its group.
         rank: This rank, within `group`.
-        world_size: Ranks of `group`.
-        peer: The rank that is to blame, or that was waited for.
+        world_size: Number of ranks of `group`.
+        peer: The rank that caused the error, or that was waited for.
         elapsed_s: Seconds from the call to the error.
-        seen: What was seen, and what was expected.
+        seen: The values that were seen, and those that were expected.
         fix: What to try, as a sentence.
     """
 
@@ -167,12 +166,22 @@ class DureError(Exception):
         return ", ".join(parts)
 
     def advise(self, fix: str) -> None:
-        """Put `fix`, a sentence, before what the error says to try."""
+        """Insert a sentence before the error's `fix`.
+
+        Args:
+            fix: What to try, as a sentence.
+        """
         self.fix = f"{fix} {self.fix}".rstrip()
         self.args = (_message(self.what, self._where(), self.seen, self.fix),)
 
     def locate(self, group: str, rank: int, world_size: int) -> None:
-        """Say in which group it happened, to which rank."""
+        """Set the group and the rank of the error.
+
+        Args:
+            group: Name of the process group.
+            rank: The rank within it.
+            world_size: Number of its ranks.
+        """
         self.group, self.rank, self.world_size = group, rank, world_size
         self.args = (_message(self.what, self._where(), self.seen, self.fix),)
 
@@ -181,7 +190,7 @@ class DureError(Exception):
 
 
 def _rebuild(cls: type[DureError], args: tuple[str, ...], state: dict[str, object]) -> DureError:
-    """Unpickle an error with its fields: errors cross process boundaries in tests and launch."""
+    """Unpickle an error with its fields: errors are sent between processes."""
     new = OSError.__new__ if issubclass(cls, OSError) else Exception.__new__  # TimeoutError is one
     error = new(cls)
     error.args = args
@@ -192,7 +201,7 @@ def _rebuild(cls: type[DureError], args: tuple[str, ...], state: dict[str, objec
 class UsageError(DureError, ValueError, RuntimeError):
     """The caller is wrong, and the same call will fail again.
 
-    torch raises ValueError for some such mistakes, RuntimeError for others.
+    It is a ValueError and a RuntimeError, because torch raises one or the other.
     """
 
 
@@ -205,11 +214,11 @@ class DtypeError(UsageError, TypeError):
 
 
 class DeviceError(UsageError):
-    """A tensor lies on a device, or has a layout, that the backend cannot reach."""
+    """The backend does not support a tensor's device or layout."""
 
 
 class PlacementError(UsageError):
-    """A DTensor placement that makes no sense here."""
+    """A DTensor placement is not valid here."""
 
 
 class DimError(PlacementError, IndexError):
@@ -217,7 +226,7 @@ class DimError(PlacementError, IndexError):
 
 
 class MeshError(UsageError, KeyError):
-    """A device mesh that does not fit the world, or an axis that it does not have."""
+    """A device mesh does not fit the world, or does not have the requested axis."""
 
     __str__ = Exception.__str__  # KeyError's would show the message with quotation marks
 
@@ -227,23 +236,27 @@ class AxisError(MeshError, IndexError):
 
 
 class NotInGroupError(UsageError):
-    """This rank is not a member of the group that it called."""
+    """This rank is not a member of the group of the operation."""
 
 
 class CopyError(UsageError, TypeError):
-    """A process group, or an object of yours that holds one, cannot be copied or pickled.
+    """A process group, or an object that refers to one, cannot be copied or pickled.
 
-    DDP and meshes can be copied; sharded optimizers and modules raise `OptimizerError` and
-    `ModuleError`.
+    DDP and meshes can be copied. For sharded optimizers and modules the errors are
+    `OptimizerError` and `ModuleError`.
     """
 
 
 class DataError(UsageError):
-    """A data file is missing, truncated, or not what its name says."""
+    """A data file is missing, truncated, or of another kind than its name says."""
 
 
 class ModuleError(UsageError):
-    """A module cannot be wrapped as asked; `parameters` are the paths of those concerned."""
+    """A module cannot be wrapped with these options.
+
+    Attributes:
+        parameters: Names of the affected parameters.
+    """
 
     def __init__(self, what: str, *, parameters: tuple[str, ...] = (), **fields: object) -> None:
         self.parameters = parameters
@@ -251,17 +264,17 @@ class ModuleError(UsageError):
 
 
 class OptimizerError(UsageError, TypeError):
-    """A sharded optimizer cannot be made, or used, as asked."""
+    """A sharded optimizer cannot be made or used with these arguments."""
 
 
 class ScheduleError(UsageError):
-    """A pipeline's schedule is not whole, or its ranks would wait for each other forever.
+    """A pipeline's schedule is incomplete, or its ranks would wait for each other forever.
 
     Args:
-        what: What is wrong.
-        index: The position in the list of `rank`, if it is a matter of one action.
+        what: The problem, in a few words.
+        index: Position of the faulty action in the list of `rank`, if there is one.
         action: That action, as text.
-        cycle: Who waits for whom, as (rank, action) pairs; the last waits for the first.
+        cycle: A cycle of waits, as (rank, action) pairs; the last waits for the first.
     """
 
     def __init__(
@@ -282,11 +295,15 @@ class ScheduleError(UsageError):
 
 
 class HookError(ModuleError, TypeError):
-    """A communication hook is not what DDP can call, or failed; `parameters` are the bucket's."""
+    """A communication hook of DDP is invalid, or failed.
+
+    Attributes:
+        parameters: Names of the bucket's parameters.
+    """
 
 
 class DistError(DureError, RuntimeError):
-    """A failure of communication, of the network or of the store; torch's name."""
+    """Communication, the network or the store failed; torch's name."""
 
 
 class DistBackendError(DistError):
@@ -302,7 +319,7 @@ class DistStoreError(DistError):
 
 
 def derive_from(torch_names: object) -> None:
-    """Let the classes with torch's names derive from those of `torch_names` (torch.distributed)."""
+    """Make the classes with torch's names derive from those of the module `torch_names`."""
     for cls in (DistError, DistBackendError, DistNetworkError, DistStoreError, QueueEmptyError):
         base = getattr(torch_names, cls.__name__, None)
         if base is not None and not issubclass(cls, base):
@@ -310,13 +327,15 @@ def derive_from(torch_names: object) -> None:
 
 
 class CommError(DistBackendError):
-    """The job is in trouble; the group must be rebuilt."""
+    """Communication failed; the group is broken and must be made again."""
 
 
 class CommTimeout(CommError, TimeoutError):
-    """The group's time limit passed; `missing` are the ranks that did not arrive.
+    """Ranks did not arrive within the group's timeout.
 
-    `whereabouts` says of each of them, as far as it is known, what it called last and where it is.
+    Attributes:
+        missing: The ranks that did not arrive.
+        whereabouts: The last call and the current line of these ranks, by rank, if known.
     """
 
     def __init__(
@@ -333,7 +352,14 @@ class CommTimeout(CommError, TimeoutError):
 
 
 class PeerLost(CommError):
-    """A peer was killed, exited or left; `peer` says which, `pid`, `host`, `exit` what is known."""
+    """A peer was killed, exited, or left the group.
+
+    Attributes:
+        peer: The peer's rank.
+        pid: Its process id, if known.
+        host: Its host, if known.
+        exit: How its process ended, such as "signal 9 (SIGKILL)", if known.
+    """
 
     def __init__(
         self,
@@ -349,7 +375,11 @@ class PeerLost(CommError):
 
 
 class Desync(CommError):
-    """The ranks did not call the same thing; `calls` says, for each rank, what it called."""
+    """The ranks did not make the same call.
+
+    Attributes:
+        calls: The call of each rank, as text.
+    """
 
     def __init__(self, what: str, *, calls: dict[int, str] | None = None, **fields: object) -> None:
         self.calls = calls or {}
@@ -357,9 +387,12 @@ class Desync(CommError):
 
 
 class ReplicasDiffer(DureError, RuntimeError):
-    """Ranks that ought to have the same value of a parameter have not.
+    """Ranks have different values of a parameter or batch that must be the same.
 
-    `parameter` is its name; `ranks` are the sets of global ranks that agree, the largest first.
+    Attributes:
+        parameter: Name of the parameter, or of the entry of the batch.
+        step: The step that the caller passed.
+        ranks: Sets of global ranks with equal values, the largest first.
     """
 
     def __init__(
@@ -376,11 +409,11 @@ class ReplicasDiffer(DureError, RuntimeError):
 
 
 class Aborted(CommError):
-    """The group was destroyed, or aborted, while the operation was pending."""
+    """The group was destroyed or aborted while the operation was pending."""
 
 
 class StoreError(DistStoreError):
-    """The key-value store cannot do what was asked."""
+    """An operation of the key-value store failed."""
 
 
 class QueueEmptyError(StoreError):
@@ -388,7 +421,11 @@ class QueueEmptyError(StoreError):
 
 
 class StoreTimeout(StoreError, TimeoutError):
-    """A key did not appear in time; `keys` are the ones still missing."""
+    """Keys did not appear in time.
+
+    Attributes:
+        keys: The missing keys.
+    """
 
     def __init__(self, what: str, *, keys: tuple[str, ...] = (), **fields: object) -> None:
         self.keys = keys
@@ -396,24 +433,30 @@ class StoreTimeout(StoreError, TimeoutError):
 
 
 class StoreLost(StoreError, DistNetworkError, ConnectionError):
-    """The process that holds the store ended, or the way to it broke; a new connection may work."""
+    """The connection to the store broke, or its process ended; a new connection may work."""
 
 
 class StoreRefused(StoreError, DistNetworkError, ConnectionError):
-    """Somebody answered, but will not talk: another job key, or no store of Dure's at all.
+    """The server has another job key, or is not a store of Dure.
 
-    `foreign` says that it does not even speak as a store does.
+    Attributes:
+        foreign: Whether the server does not use the store's protocol.
     """
 
     foreign = False
 
 
 class RendezvousError(DistNetworkError):
-    """The ranks could not find each other, or do not agree on who they are."""
+    """The ranks could not find each other, or have conflicting ranks or world sizes."""
 
 
 class RendezvousTimeout(RendezvousError, DistStoreError, TimeoutError):
-    """Not all ranks came; `came` and `missing` say who did and who did not."""
+    """Not all ranks arrived in time.
+
+    Attributes:
+        came: The ranks that arrived.
+        missing: The ranks that did not.
+    """
 
     def __init__(
         self,
@@ -428,9 +471,12 @@ class RendezvousTimeout(RendezvousError, DistStoreError, TimeoutError):
 
 
 class UnevenInputs(DureError, RuntimeError):
-    """Some ranks ran out of inputs before the others, in a context that shall not go on then.
+    """Some ranks ran out of inputs before the others, in a context that does not allow it.
 
-    `ranks` are those that ran out. The group is whole, and all ranks raise this alike.
+    All ranks raise this error, and the group can still be used.
+
+    Attributes:
+        ranks: The ranks that ran out of inputs.
     """
 
     def __init__(self, what: str, *, ranks: tuple[int, ...] = (), **fields: object) -> None:
@@ -439,11 +485,17 @@ class UnevenInputs(DureError, RuntimeError):
 
 
 class PipelineError(DureError, RuntimeError):
-    """A stage of a pipeline raised; the group is whole, and all ranks raise this at the step's end.
+    """A stage of a pipeline raised.
 
-    `action` is what was being done, such as "1B0", for `stage` and `microbatch` (-1: of the stage
-    as a whole), on the rank `peer` of the pipeline; `remote_traceback` what that rank saw. `others`
-    tells of further stages that raised by themselves in the same step.
+    All ranks raise this error at the end of the step, and the group can still be used.
+
+    Attributes:
+        peer: The rank of the pipeline whose stage raised.
+        action: The action that failed, such as "1B0".
+        stage: Its stage.
+        microbatch: Its microbatch; -1 if it is not of a microbatch.
+        remote_traceback: The traceback on that rank.
+        others: Other stages that raised in the same step, as text.
     """
 
     def __init__(
@@ -467,7 +519,7 @@ class LaunchError(DureError, RuntimeError):
 
     Attributes:
         report: The report of the first rank that failed.
-        failures: The global ranks that failed, the first one first, to torch's fields of each:
+        failures: By global rank, the first failure first: an object with torch's fields
             `local_rank`, `pid`, `exitcode`, `error_file`, `message`, `timestamp`.
     """
 
@@ -483,10 +535,13 @@ class LaunchError(DureError, RuntimeError):
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
     def get_first_failure(self) -> tuple[int, Any]:
-        """Return the rank that failed first, and its entry of `failures`.
+        """Return the first failure.
+
+        Returns:
+            The rank that failed first, and its entry of `failures`.
 
         Raises:
-            UsageError: No rank failed, as when the ranks could not be started.
+            UsageError: No rank failed; the ranks could not be started, for example.
         """
         if not self.failures:
             raise UsageError("no rank failed", seen=f"the job failed: {self}")
@@ -494,7 +549,11 @@ class LaunchError(DureError, RuntimeError):
 
 
 class RpcError(DureError, RuntimeError):
-    """A remote call failed; `remote_traceback` is what the callee saw."""
+    """A remote call failed.
+
+    Attributes:
+        remote_traceback: The traceback on the called worker.
+    """
 
     def __init__(self, what: str, *, remote_traceback: str = "", **fields: object) -> None:
         self.remote_traceback = remote_traceback
@@ -502,7 +561,11 @@ class RpcError(DureError, RuntimeError):
 
 
 class CheckpointError(DureError, RuntimeError):
-    """A checkpoint cannot be written or used; `path` says which."""
+    """A checkpoint cannot be written or used.
+
+    Attributes:
+        path: Path of the checkpoint.
+    """
 
     def __init__(self, what: str, *, path: str = "", **fields: object) -> None:
         self.path = path
@@ -510,10 +573,13 @@ class CheckpointError(DureError, RuntimeError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint, or each one of a run, is damaged; `refused` maps paths to reasons.
+    """A checkpoint, or every checkpoint of a run, is damaged.
 
-    If a checkpoint could not be read (too many open files, an I/O error), it may be intact:
-    that is a plain `CheckpointError`.
+    A checkpoint that could not be read (too many open files, an I/O error) may be intact; the error
+    is then a plain `CheckpointError`.
+
+    Attributes:
+        refused: Paths of the damaged checkpoints, and the reasons.
     """
 
     def __init__(
@@ -524,26 +590,29 @@ class CheckpointDamaged(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-    """The checkpoint is whole, but of other objects than those to be loaded."""
+    """The checkpoint is intact, but does not match the objects to load."""
 
 
 class CheckpointNotWritten(CheckpointError):
-    """No rank has saved, and what was saved before is as it was; `rank` failed.
+    """The save failed on all ranks, and earlier checkpoints are unchanged.
 
-    If only the last flush failed, the text says that the new checkpoint is in place.
+    If only the last flush failed, the message says that the new checkpoint is in place.
+
+    Attributes:
+        rank: The rank that failed.
     """
 
 
 class CheckpointTooNew(CheckpointError):
-    """A checkpoint is of a newer format than this release reads. It may be intact."""
+    """The checkpoint has a newer format than this release reads. It may be intact."""
 
 
 class CheckpointException(CheckpointError):
-    """A sharded save or load failed on some ranks; raised on all. torch's name.
+    """A sharded save or load failed on some ranks; raised on all ranks. torch's name.
 
     Args:
-        what: What failed.
-        failures: For each rank that failed, its exception and where it was raised.
+        what: The failure in a few words.
+        failures: For each failed rank, its exception and the stack where it was raised.
     """
 
     def __init__(
@@ -553,20 +622,20 @@ class CheckpointException(CheckpointError):
         **fields: object,
     ) -> None:
         self.failures = failures or {}
-        told = [f"rank {rank}: {e}" for rank, (e, _) in sorted(self.failures.items())]
-        super().__init__(what, **({"seen": "; ".join(told)} | fields))  # pyright: ignore
+        seen = [f"rank {rank}: {e}" for rank, (e, _) in sorted(self.failures.items())]
+        super().__init__(what, **({"seen": "; ".join(seen)} | fields))  # pyright: ignore
 
 
 class InternalError(DureError, RuntimeError):
-    """Ours; please report it."""
+    """A bug of Dure; please report it."""
 
 
 class DureWarning(Warning):
-    """Any warning of Dure."""
+    """The base class of all warnings of Dure."""
 
 
 class DureDeprecationWarning(DureWarning, FutureWarning):
-    """The argument, the form or the class has a successor, which the text names.
+    """The argument, the form or the class has a successor, which the message names.
 
     It is a `FutureWarning`, as in torch: Python hides a `DeprecationWarning` by default.
     """
@@ -576,25 +645,25 @@ def warn_deprecated(old: str, new: str, *, stacklevel: int = 2) -> None:
     """Warn that a name, an argument or a form has a successor.
 
     Args:
-        old: What was used.
-        new: The successor, and how it differs if it does.
-        stacklevel: As for `warnings.warn`, seen from the caller; 2 is the caller's caller.
+        old: The deprecated name or form.
+        new: The successor, and the differences if there are any.
+        stacklevel: As for `warnings.warn`, relative to the caller; 2 is the caller's caller.
     """
     text = f"{old} is deprecated: use {new}"
     warnings.warn(text, DureDeprecationWarning, stacklevel=stacklevel + 1)
 
 
 class UsageWarning(DureWarning, UserWarning):
-    """The call is valid, but probably not what was meant."""
+    """The call is valid, but probably a mistake."""
 
 
 class PerformanceWarning(DureWarning, UserWarning):
-    """The result is correct, but the program is slower than it has to be."""
+    """The result is correct, but the program is slower than necessary."""
 
 
 class UnwaitedWorkWarning(DureWarning, RuntimeWarning):
-    """The `Work` of an asynchronous operation was dropped before anything waited for it."""
+    """The `Work` of an asynchronous operation was dropped without a call of `wait`."""
 
 
 class ForkWarning(DureWarning, RuntimeWarning):
-    """This process forks while it has memory that the child will share."""
+    """This process forks while it has shared memory that the child will share, too."""

@@ -1,16 +1,9 @@
-"""Symmetric memory, in the terms of torch's `torch.distributed._symmetric_memory`, for CPU tensors.
+"""Symmetric memory for CPU tensors, with the interface of `torch.distributed._symmetric_memory`.
 
-`empty` allocates a tensor that the other ranks of the host can reach; `rendezvous` tells them
-where it lies. What it returns gives each peer's tensor as a tensor, and signals to agree on when it
-may be read or written::
-
-    t = symmetric_memory.empty(1024)
-    memory = symmetric_memory.rendezvous(t)
-    t.fill_(memory.rank)
-    memory.barrier()
-    theirs = memory.get_buffer((memory.rank + 1) % memory.world_size, (1024,), torch.float32)
-
-Collectives need none of this: they take such tensors without copies as they are.
+`empty` allocates a tensor in memory that the other ranks of the host can map; `rendezvous`
+exchanges the addresses. Its result returns each peer's memory as a tensor, and has signals and
+barriers to coordinate reads and writes. Collectives use such tensors without copies, also without a
+rendezvous.
 """
 
 from __future__ import annotations
@@ -38,21 +31,24 @@ def empty(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Allocate an uninitialised tensor that the other ranks of this host can reach.
+    """Allocate an uninitialized tensor that the other ranks of this host can map.
 
-    No other rank need call. It is freed as any tensor is.
+    Other ranks need not call. The tensor is freed like any other.
 
     Args:
         *size: The shape, as for `torch.empty`.
-        dtype: Of the tensor; torch's default where None.
-        device: The CPU, or None.
+        dtype: The dtype; None for torch's default.
+        device: "cpu" or None.
+
+    Returns:
+        The tensor, in the symmetric heap of this process.
 
     Raises:
-        UsageError: Another device than the CPU.
+        UsageError: The device is not the CPU.
         CommError: The host has no memory left.
 
     Cost:
-        Whole pages of 4 KiB; see `dure.comm.memory.heap_empty`.
+        The size is rounded up to pages of 4 KiB.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise UsageError(
@@ -60,46 +56,70 @@ def empty(
             seen=f"device={device!r}",
             fix="On GPUs use torch.distributed._symmetric_memory.",
         )
-    whole = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    sizes = (int(n) for n in whole)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    sizes = (int(n) for n in shape)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
     made = heap.heap_empty(*sizes, dtype=dtype or torch.get_default_dtype())
     return heap.shown_to_children(made)
 
 
 def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
-    """Tell whether `tensor` lies in this process's symmetric heap."""
+    """Return whether a tensor is in the symmetric heap of this process.
+
+    Args:
+        tensor: Any tensor.
+    """
     return heap.heap_address(tensor) is not None
 
 
 def trim() -> int:
-    """Give the memory of freed tensors back to the system; returns how many bytes."""
+    """Return the memory of freed tensors to the operating system.
+
+    Returns:
+        The number of bytes.
+    """
     return heap.heap_trim()
 
 
 def rendezvous(tensor: torch.Tensor, group: ProcessGroup | None = None) -> SymmetricMemory:
-    """Tell the ranks of `group` where this rank's `tensor` lies, and learn where theirs lie.
+    """Exchange the addresses of the ranks' tensors.
 
     Args:
-        tensor: One of `empty` (or `dure.shared_empty`), or a view of one: its whole storage is
-            shared. Lengths may differ between ranks.
-        group: Ranks that all run on this host; the default group where None.
+        tensor: A tensor from `empty` or `dure.shared_empty`, or a view of one; its complete storage
+            is shared. Sizes may differ between ranks.
+        group: Ranks that all run on this host; None for the default group.
+
+    Returns:
+        An object with each rank's memory, signals and barriers.
 
     Collective:
         All ranks of `group` call, in the same order relative to its other collectives.
 
     Cost:
-        One all_gather of 64 bytes a rank, and one page a rank for signals.
+        One all_gather of 64 bytes per rank, and one page per rank for signals.
 
     Raises:
-        UsageError: The tensor is not in the heap, or a rank runs on another host; the same on all
+        UsageError: The tensor is not in the heap, or a rank runs on another host; raised on all
             ranks.
+
+    Example:
+        ```python
+        from dure import symmetric_memory
+
+        tensor = symmetric_memory.empty(1024)
+        memory = symmetric_memory.rendezvous(tensor)
+        tensor.fill_(memory.rank)
+        memory.barrier()
+        peer = (memory.rank + 1) % memory.world_size
+        assert memory.get_buffer(peer, (1024,), torch.float32)[0] == peer
+        memory.barrier()
+        ```
     """
     return SymmetricMemory(tensor, resolve(group, "rendezvous"))
 
 
 @cache
 def _host() -> int:
-    """Return a number that differs between hosts, and between containers that share none."""
+    """Return a number that differs between hosts, and between containers on a host."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     namespace = Path("/proc/self/ns/pid").readlink()
     digest = hashlib.blake2b(f"{boot} {namespace}".encode(), digest_size=7).digest()
@@ -107,15 +127,18 @@ def _host() -> int:
 
 
 class SymmetricMemory(Signals):
-    """The tensors that the ranks of a group brought to a `rendezvous`, and signals between them.
+    """The memory that the ranks of a group passed to `rendezvous`, and signals between the ranks.
 
-    Each rank keeps its own tensor alive by holding this. A peer's memory belongs to the peer: what
-    is read after the peer has freed its tensor is anything.
+    The object keeps this rank's tensor alive. A peer's memory belongs to the peer: reading it after
+    the peer has freed its tensor returns undefined values.
 
     Attributes:
-        rank, world_size: See `Signals`, as for threads.
+        rank: This rank's number in the group.
+        world_size: Number of ranks of the group.
         buffer_size: Bytes of this rank's storage.
         signal_pad_size: Bytes of this rank's signals.
+
+    Threads: see `Signals`.
     """
 
     def __init__(self, tensor: torch.Tensor, group: ProcessGroup) -> None:
@@ -149,8 +172,8 @@ class SymmetricMemory(Signals):
         away = [r for r, host in enumerate(hosts) if host != hosts[0]]
         outside = [r for r, place in enumerate(places) if place[1] < 0]
         if away:
-            seen = f"rank 0 and ranks {away} share no host"
-            fix = "Make a group of the ranks of one host, and bring the tensor there."
+            seen = f"rank 0 and ranks {away} are on different hosts"
+            fix = "Make a group of the ranks of one host, and pass it as group=."
         elif outside:
             seen = f"the tensors of ranks {outside} are not in the symmetric heap"
             fix = "Allocate them with dure.symmetric_memory.empty()."
@@ -183,17 +206,20 @@ class SymmetricMemory(Signals):
     def get_buffer(
         self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0
     ) -> torch.Tensor:
-        """Return the storage that `rank` brought, as a tensor.
+        """Return memory of a rank's storage as a tensor.
 
         Args:
-            rank: Of the group; this rank too.
+            rank: A rank of the group, possibly this one.
             sizes: Shape of the result, which is contiguous.
-            dtype: Of the result.
-            storage_offset: Elements of `dtype` to pass over.
+            dtype: Dtype of the result.
+            storage_offset: Number of elements of `dtype` to skip.
+
+        Returns:
+            A tensor in the rank's memory; writes to it are visible to that rank.
 
         Raises:
-            ShapeError: The storage is too short for it.
-            UsageError: No such rank.
+            ShapeError: The storage is too short.
+            UsageError: The group has no such rank.
         """
         memory = self._buffers[self._rank_of(rank)]
         nbytes = math.prod(sizes) * dtype.itemsize
@@ -206,13 +232,27 @@ class SymmetricMemory(Signals):
                 seen=f"{tuple(sizes)} of {dtype} from element {storage_offset} on need "
                 f"{start + nbytes:,} bytes, it has {len(memory):,}",
             )
-        whole = heap.tensor_of(memory, (len(memory),), torch.uint8)
-        return whole[start : start + nbytes].view(dtype).view(sizes)
+        storage = heap.tensor_of(memory, (len(memory),), torch.uint8)
+        return storage[start : start + nbytes].view(dtype).view(sizes)
 
     def get_remote_tensor(
         self, peer: int, sizes: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the tensor that `peer` brought: as `get_buffer`, from where its view begins."""
+        """Return a peer's memory from the start of the tensor that it passed to `rendezvous`.
+
+        Args:
+            peer: A rank of the group.
+            sizes: Shape of the result, which is contiguous.
+            dtype: Dtype of the result.
+
+        Returns:
+            A tensor in the peer's memory.
+
+        Raises:
+            ShapeError: The storage is too short, or the peer's tensor does not start at a multiple
+                of the dtype's size.
+            UsageError: The group has no such rank.
+        """
         offset, rest = divmod(self._offsets[self._rank_of(peer)], dtype.itemsize)
         if rest:
             raise ShapeError(
@@ -229,8 +269,21 @@ class SymmetricMemory(Signals):
         dtype: torch.dtype | None = None,
         storage_offset: int = 0,
     ) -> torch.Tensor:
-        """Return the memory of the signals that `rank` waits for; all of it where `sizes` is ()."""
+        """Return the memory of a rank's signals as a tensor.
+
+        Args:
+            rank: A rank of the group.
+            sizes: Shape of the result; () for all memory from `storage_offset` on.
+            dtype: Dtype of the result; None for int32.
+            storage_offset: Number of elements of `dtype` to skip.
+
+        Returns:
+            A tensor in the rank's memory.
+
+        Raises:
+            UsageError: The group has no such rank.
+        """
         dtype = dtype or torch.int32
         memory = self._pads[self._rank_of(rank)]
-        whole = heap.tensor_of(memory, (len(memory) // dtype.itemsize,), dtype)[storage_offset:]
-        return whole[: math.prod(sizes)].view(sizes) if sizes else whole
+        pad = heap.tensor_of(memory, (len(memory) // dtype.itemsize,), dtype)[storage_offset:]
+        return pad[: math.prod(sizes)].view(sizes) if sizes else pad

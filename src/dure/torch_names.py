@@ -66,7 +66,7 @@ def _matches(name: str, patterns: str) -> bool:
 
 
 def refuse(module: str, name: str = "*") -> NoReturn:
-    """Raise the ImportError of a name, or of a module that is listed as a whole.
+    """Raise the ImportError of a listed name or module.
 
     Raises:
         ImportError: Always.
@@ -77,7 +77,7 @@ def refuse(module: str, name: str = "*") -> NoReturn:
 
 
 _absent: set[str] = set()
-"""The submodules that were looked for in vain."""
+"""Submodules that do not exist."""
 
 
 def attribute(module: str, name: str) -> Any:
@@ -109,7 +109,7 @@ def public() -> list[str]:
 
 
 def names_of(module: str) -> list[str]:
-    """Return the public names and submodules of a module: what its `__dir__` returns."""
+    """Return the public names and submodules of a module, for its `__dir__`."""
     names: list[str] = sys.modules[module].__all__
     below = (path.removeprefix(f"{module}.") for path in public() if path.startswith(f"{module}."))
     found = {*names, *(path for path in below if "." not in path)}

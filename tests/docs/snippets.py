@@ -32,7 +32,21 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),  # translations have the same code (scripts/conventions)
 ]
-MODULES = [ROOT / "src/dure/comm/collectives.py"]
+MODULES = [
+    ROOT / "src/dure" / name
+    for name in (
+        "comm/collectives.py",
+        "debug.py",
+        "errorfile.py",
+        "plan/planning.py",
+        "symmetric_memory.py",
+        "testing/recorder.py",
+        "trace/events.py",
+        "trace/flight.py",
+        "trace/line.py",
+        "trace/publishing.py",
+    )
+]
 MODULE_FIRST = "from pathlib import Path; import torch; import dure as dist"
 PIECE = re.compile(
     r"^<!-- (?P<mark>ranks|first|not run):(?P<text>.*?)-->$|^```python\n(?P<block>.*?)^```$",

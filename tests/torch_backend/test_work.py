@@ -10,7 +10,7 @@ import torch.distributed
 
 from dure.comm.futures import Waiters
 from dure.comm.work import Work
-from dure.torch_backend.work import Keeper, TorchWork
+from dure.torch_backend.work import TorchWork, UnwaitedWorks
 
 
 class Pending:
@@ -29,25 +29,25 @@ class Pending:
 
 
 def test_dropped_work_is_kept_and_gives_up_large_tensors_when_it_has_ended():
-    keeper, request, kept = Keeper(), Pending(), []
+    unwaited, request, kept = UnwaitedWorks(), Pending(), []
     for numel in (1 << 20, 1):
         tensor = torch.zeros(numel)
         kept.append(weakref.ref(tensor))
-        TorchWork(Work(request, [tensor]), keeper, Waiters())  # pyright: ignore[reportArgumentType]
+        TorchWork(Work(request, [tensor]), unwaited, Waiters())  # pyright: ignore[reportArgumentType]
         del tensor
     assert None not in [ref() for ref in kept]
     request.over.set()
     for _ in range(2):
-        TorchWork(Work(None, []), keeper, Waiters())
+        TorchWork(Work(None, []), unwaited, Waiters())
     assert [ref() is None for ref in kept] == [True, False]
-    keeper.clear()
+    unwaited.clear()
     assert kept[1]() is None
 
 
 def test_waited_work_is_not_kept():
     tensor = torch.zeros(1)
     kept = weakref.ref(tensor)
-    keeper = Keeper()
-    TorchWork(Work(None, [tensor]), keeper, Waiters()).wait()
+    unwaited = UnwaitedWorks()
+    TorchWork(Work(None, [tensor]), unwaited, Waiters()).wait()
     del tensor
     assert kept() is None

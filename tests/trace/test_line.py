@@ -61,7 +61,7 @@ def test_child_of_a_rank_tells_nothing(pipe: int) -> None:
 
 
 def test_rank_without_operations_says_so(pipe: int) -> None:
-    line.tell_last()
+    line.send_last_operation()
     assert isinstance(told(pipe)[0]["last"], str)
 
 

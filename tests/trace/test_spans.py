@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dure.trace import spans
-from dure.trace.spans import Keeper, Span
+from dure.trace.spans import Span, SpanRecorder
 
 
 def test_keeper_listens_while_anybody_wants_it_and_keeps_the_last():
-    keeper = Keeper(capacity=2)
+    keeper = SpanRecorder(capacity=2)
     keeper.start()
     keeper.start()
     try:

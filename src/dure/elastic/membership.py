@@ -119,7 +119,7 @@ class Membership:
         now = time.monotonic()
         if now >= self._tell_at:
             self._tell_at = now + _TELL_S
-            line.tell_elastic()
+            line.send_elastic()
 
     # ---- newcomers -----------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
             op="run",
             fix="Do not call init_process_group before it; use the group within train().",
         )
-    line.tell_elastic()
+    line.send_elastic()
     with preempt.watching():  # unless this is a thread-rank, which cannot
         session = _Session(train, state, options)
         try:

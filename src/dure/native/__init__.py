@@ -1,11 +1,10 @@
 """The typed interface to the native engine: shared-memory collectives in C++ (csrc/).
 
-Only `dure.comm` and `dure.rpc` import this package, and only this package imports the extension. On
-systems other than Linux, and in a checkout where the extension was not built, the package imports
-all the same: `available` then says why the engine cannot be used, and the names of the engine are
-those of `_absent`, whose every use raises that reason.
+Only `dure.comm` and `dure.rpc` import this package, and only this package imports the extension.
+The package can be imported on systems other than Linux and in a checkout without a built extension:
+`available` then returns the reason, and the names of the engine are those of `_absent`.
 
-The engine chooses its instruction set when it is loaded; `DURE_ISA` bounds the choice.
+The engine chooses its instruction set when it is loaded; `DURE_ISA` limits the choice.
 
 Internal: names here may change in any release.
 """
@@ -132,8 +131,7 @@ else:
     heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
     change_word, put_into_storage = _found.change_word, _found.put_into_storage
     not_copied_in_children = _found.not_copied_in_children
-    # An extension that was built before it had them leaves sums and reading to Python,
-    # counts nothing, and lends nothing.
+    # Older builds of the extension do not have these.
     heap_taken = getattr(_found, "heap_taken", int)
     heap_lend = getattr(_found, "heap_lend", lambda address, to: 0)
     heap_share = getattr(_found, "heap_share", _found.heap_allocate)
@@ -146,26 +144,26 @@ else:
     know_torch, set_library_folders = _found.know_torch, _found.set_library_folders
     Subject, set_subject, subject = _found.Subject, _found.set_subject, _found.subject
     _most = env.text("DURE_ISA")
-    # An extension that was built before it had this heeds no limit.
+    # An older build of the extension does not have this, and supports no limit.
     if _most and not getattr(_found, "limit_isa", bool)(_most):
         raise UsageError(
-            "DURE_ISA bounds the instruction sets that the native engine uses",
+            "DURE_ISA must be generic, avx2 or avx512",
             seen=repr(_most),
-            fix="Set it to generic, avx2 or avx512, or to nothing: the best of this machine.",
+            fix="Set it to one of them, or unset it for the best one of this machine.",
         )
 
 
 def available() -> tuple[bool, str]:
-    """Tell whether the engine can be used, and if not, why."""
+    """Return whether the engine can be used, and the reason if it cannot."""
     return not _reason, _reason
 
 
 def require(what: str) -> None:
-    """Raise `UsageError` where the engine cannot be used, and `what` needs it."""
+    """Raise `UsageError` if the engine, which `what` needs, cannot be used."""
     if _reason:
         raise UsageError(
             f"{what} cannot be used here",
             seen=_reason,
             fix="Install a wheel of Dure on Linux, or build it there with a C++20 compiler. "
-            "The backends gloo and threads need no engine.",
+            "The backends gloo and threads do not need the engine.",
         )

@@ -1,8 +1,8 @@
-"""The engine's names where there is no engine: types that have no instances.
+"""Replacements for the engine's names if the extension is missing.
 
-It exists so that no caller holds a branch for a missing extension. What can be done without one is
-done in Python; all else raises `UsageError` with its name. Whoever can say what the user asked for
-calls `dure.native.require` first, which raises that.
+They spare callers a branch for a missing extension. Some functions are implemented in Python; every
+other name raises `UsageError` when it is used. Callers that know the user's request call
+`dure.native.require` first, whose error names the request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn  # Any: the arguments of whatever is missing
+from typing import Any, NoReturn  # Any: the arguments of missing functions
 
 from dure.errors import UsageError
 
@@ -57,13 +57,13 @@ __all__ = [
 
 def _missing(name: str) -> UsageError:
     return UsageError(
-        f"dure.native.{name} needs the native engine, and there is none here",
-        fix="Ask `dure.native.available()` first: it says why.",
+        f"dure.native.{name} needs the native engine, which is not available",
+        fix="`dure.native.available()` returns the reason.",
     )
 
 
 class _Missing:
-    """What cannot be made, nor be had in another way."""
+    """A class of the engine that has no replacement."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         del arguments, named
@@ -71,39 +71,39 @@ class _Missing:
 
 
 class Channel(_Missing):
-    """Stands for a channel of the engine's group."""
+    """Replaces a channel of the engine's group."""
 
 
 class Group(_Missing):
-    """Stands for the engine's group."""
+    """Replaces the engine's group."""
 
 
 class Outcome:
-    """Stands for the engine's outcome."""
+    """Replaces the engine's outcome."""
 
 
 class HeapMemory(_Missing):
-    """Stands for a piece of the symmetric heap."""
+    """Replaces a block of the symmetric heap."""
 
 
 class Process(_Missing):
-    """Stands for a process whose heap is mapped."""
+    """Replaces a process whose heap is mapped."""
 
 
 class Request(_Missing):
-    """Stands for the engine's request."""
+    """Replaces the engine's request."""
 
 
 class Inbox(_Missing):
-    """Stands for an inbox."""
+    """Replaces an inbox."""
 
 
 class Outbox(_Missing):
-    """Stands for the way to an inbox."""
+    """Replaces the sender's side of an inbox."""
 
 
 class Ticket(_Missing):
-    """Stands for what a thread waits for."""
+    """Replaces the object that a thread waits for."""
 
 
 def _missing_function(name: str) -> Callable[..., NoReturn]:
@@ -146,23 +146,23 @@ def know_torch(
     sample: object,
     hooks: list[object],
 ) -> bool:
-    """Tell that tensors cannot be read natively."""
+    """Return False: tensors cannot be read natively."""
     del tensor, parameter, reductions, c, sample, hooks
     return False
 
 
 def set_library_folders(folders: list[tuple[str, bool]]) -> None:
-    """Ignore which frames are the library's."""
+    """Ignore the folders of libraries."""
     del folders
 
 
 def call_site() -> str:
-    """Return that the place of a call is not known."""
+    """Return "": the call site is unknown."""
     return ""
 
 
 def _table() -> list[int]:
-    """Return for each byte its CRC-32C's state, of which bytes of sums are made."""
+    """Return the CRC-32C remainder of each byte."""
     table = list(range(256))
     for _ in range(8):
         table = [n >> 1 ^ (0x82F63B78 if n & 1 else 0) for n in table]
@@ -173,7 +173,7 @@ _TABLE = _table()
 
 
 def crc32c(data: bytes | bytearray | memoryview, before: int = 0) -> int:
-    """Return the CRC-32C of bytes that follow others whose sum is `before`; 10 MB/s."""
+    """Return the CRC-32C of data that follows data with the sum `before`; 10 MB/s."""
     state = before ^ 0xFFFFFFFF
     for byte in memoryview(data).cast("B"):
         state = state >> 8 ^ _TABLE[(state ^ byte) & 0xFF]
@@ -181,60 +181,60 @@ def crc32c(data: bytes | bytearray | memoryview, before: int = 0) -> int:
 
 
 def copy_bytes(to: bytearray | memoryview, source: bytes | bytearray | memoryview) -> None:
-    """Copy as many bytes as both have; ValueError where lengths differ."""
+    """Copy bytes; raises ValueError if the lengths differ."""
     memoryview(to).cast("B")[:] = memoryview(source).cast("B")
 
 
 def copy_from_file(
     descriptor: int, at: int, to: bytearray | memoryview, summed: bool
 ) -> tuple[int, int]:
-    """Copy nothing: the caller reads."""
+    """Copy nothing: the caller reads the file."""
     del descriptor, at, to, summed
     return 0, 0
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a collective is about."""
+    """The object of a collective, such as a module, for error messages."""
 
     code: int
     text: str
 
 
-class _Said(threading.local):
+class _ThreadState(threading.local):
     subject = Subject(0, "")
 
 
-_said = _Said()
+_thread = _ThreadState()
 
 
 def set_subject(about: Subject) -> None:
-    """Say what the calling thread's collectives are about."""
-    _said.subject = about
+    """Set the subject of the calling thread's collectives."""
+    _thread.subject = about
 
 
 def subject() -> Subject:
-    """Return what the calling thread's collectives are about."""
-    return _said.subject
+    """Return the subject of the calling thread's collectives."""
+    return _thread.subject
 
 
 def kernel_isa() -> str:
-    """Return that there are no kernels."""
+    """Return "none": there are no kernels."""
     return "none"
 
 
 def select_kernel_isa(isa: str) -> bool:
-    """Tell that there are no kernels to choose from."""
+    """Return False: there are no kernels."""
     del isa
     return False
 
 
 def reduce(out: int, sources: list[int], dtype: int, reduction: int, count: int) -> bool:
-    """Tell that no reduction has a kernel."""
+    """Return False: there are no kernels."""
     del out, sources, dtype, reduction, count
     return False
 
 
 def limit_isa(most: str) -> bool:
-    """Tell whether it is a known name; there are no kernels to choose from."""
+    """Return whether it is a known name; there are no kernels to limit."""
     return most in {"generic", "avx2", "avx512"}

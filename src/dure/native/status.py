@@ -1,4 +1,4 @@
-"""The one place where a native status becomes an exception."""
+"""Conversion of a native status to an exception."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Status", "error_of"]
 
 
 class _Fields(TypedDict):
-    """What every error is told."""
+    """The fields of every error."""
 
     group: str
     op: str | None
@@ -47,27 +47,27 @@ class Status(IntEnum):
     PEER_LEFT = 3
     """A peer closed its group."""
     DESYNC = 4
-    """The ranks did not call the same thing."""
+    """The ranks did not make the same call."""
     ABORTED = 5
-    """This rank closed the group meanwhile."""
+    """This rank closed the group during the operation."""
     INTERRUPTED = 6
     """A signal handler raised on some rank."""
     MISMATCH = 7
-    """A message of another length or dtype than its receive; the group is whole."""
+    """A message of another length or dtype than its receive; the group is not broken."""
     LATE = 8
-    """A point-to-point peer did not answer in time; the group is whole."""
+    """A point-to-point peer did not answer in time; the group is not broken."""
     USAGE = 9
-    """Arguments that cannot be."""
+    """Invalid arguments."""
     NO_MEMORY = 10
-    """Some rank could not allocate."""
+    """Some rank could not allocate memory."""
     INTERNAL = 11
-    """A mistake of ours."""
+    """A bug of Dure."""
     FORKED = 12
     """Called in a child of the process that made the group."""
     NESTED = 13
     """A signal handler called a collective during another."""
     OUTSIDE = 14
-    """Whoever uses the group broke it, for a reason of its own, which is in `detail`."""
+    """The code that uses the group broke it, for the reason in `detail`."""
     CROSSED = 15
     """Two threads of a rank called on one channel at the same time; the group is broken."""
 
@@ -88,7 +88,7 @@ _ERROR_NAMES: dict[Status, str] = {
 
 
 def error_name(status: int) -> str:
-    """Return the name of the error type that `error_of` makes of `status`."""
+    """Return the name of the type of `error_of` for a status."""
     return _ERROR_NAMES.get(Status(status), "UsageError")
 
 
@@ -98,7 +98,7 @@ ONE_THREAD_FIX = (
 
 
 def _usage_fix(detail: str) -> str:
-    """Return what to try for a call that the engine refused."""
+    """Return the `fix` for a call that the engine refused."""
     if detail.startswith("two threads"):
         return ONE_THREAD_FIX
     return "Give it memory first; its storage was resized to 0." if detail else ""
@@ -110,12 +110,12 @@ def error_of(
     """Make the exception for a failed native operation.
 
     Args:
-        outcome: What the engine says.
+        outcome: The engine's outcome.
         group: Name of the group.
         rank: This rank.
-        size: Ranks of the group.
-        pid: Process of the peer to blame, 0 if there is none.
-        timeout_s: The group's time limit.
+        size: Number of ranks of the group.
+        pid: Process id of the peer that caused the failure; 0 if there is none.
+        timeout_s: The group's timeout.
     """
     peer = outcome.peer if outcome.peer >= 0 else None
     fields: _Fields = {
@@ -136,7 +136,7 @@ def error_of(
             return _desync(outcome, fields)
         case Status.MISMATCH:
             return Desync(
-                "a message is not what its receive expects",
+                "a message does not match its receive",
                 calls={rank: outcome.calls[0], outcome.peer: outcome.calls[1]},
                 seen=f"{outcome.calls[0]} here, {outcome.calls[1]} on rank {outcome.peer}",
                 fix="Receive into a tensor of the length and dtype that are sent; "
@@ -185,7 +185,7 @@ def error_of(
 
 
 def crossed(seen: str, culprit: int, fields: Mapping[str, Any]) -> Desync:
-    """Return the error of a group that a second thread of rank `culprit` has broken."""
+    """Return the error of a group that a second thread of rank `culprit` broke."""
     return Desync(
         f"a call of rank {culprit} was refused, so the calls that follow may not match",
         seen=seen,
@@ -199,13 +199,13 @@ def _timeout(outcome: Outcome, noticed: str, timeout_s: float, fields: _Fields) 
     plural = "s" if len(outcome.missing) > 1 else ""
     places = zip(outcome.missing, outcome.calls, strict=False)
     whereabouts = {rank: text for rank, text in places if text}
-    told = "".join(f"; rank {rank}: {text}" for rank, text in whereabouts.items())
+    places_text = "".join(f"; rank {rank}: {text}" for rank, text in whereabouts.items())
     return CommTimeout(
         f"rank{plural} {ranks} did not arrive{noticed}",
         missing=tuple(outcome.missing),
         whereabouts=whereabouts,
         elapsed_s=timeout_s,
-        seen=f"the timeout of {timeout_s:g} s passed{told}",
+        seen=f"the timeout of {timeout_s:g} s passed{places_text}",
         fix="See what keeps that rank, or give the group a longer timeout.",
         **fields,
     )

@@ -1,8 +1,8 @@
-"""Where a thread of this process is, told from outside: for peers that wait for this rank in vain.
+"""The current line of a thread, for the timeout errors of peers that wait for this rank.
 
 The engine calls `line_of` on its own thread when a peer asks (see "Watcher" in
-csrc/core/watcher.h). What a user wants to read is a line of their program (`dure.trace.frames`);
-the innermost of all is named, too, if it is another.
+csrc/core/watcher.h). The text has the line of the user's program (`dure.trace.frames`), and also
+the innermost frame if it is another one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["line_of"]
 
 
 def line_of(ident: int) -> str:
-    """Return where thread `ident` (`threading.get_ident`) is; the main thread, if it has ended."""
+    """Return the current line of thread `ident`, or of the main thread if that one has ended."""
     # Python has no other way to see the stack of another thread.
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.get(ident) or frames.get(threading.main_thread().ident or 0)

@@ -1,7 +1,7 @@
-"""Plans: resources of a training job, by arithmetic, before it starts; without torch.
+"""Predicted time and memory of a training job, computed before it starts; without torch.
 
-`plan` says which layout suits a job on a machine, with figures and reasons; `memory` what each rank
-of a mesh holds.
+`plan` compares the layouts of a job on a machine; `memory` computes the memory of each rank of a
+mesh.
 """
 
 from __future__ import annotations

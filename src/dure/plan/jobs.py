@@ -1,4 +1,4 @@
-"""What is to be trained: a model by name, by a Hugging Face configuration, or by its sizes."""
+"""The training job: a model by name, Hugging Face configuration or sizes, and its batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["PRECISIONS", "Job", "configured_model", "find_model", "models"]
 _OP = "plan layouts"
 
 PRECISIONS = ("bf16", "fp8", "fp32")
-"""Of matrix products: bfloat16 and fp8 have parameters in bfloat16 and a float32 copy of them."""
+"""Precisions of matrix products; bf16 and fp8 have parameters in bfloat16 and a float32 copy."""
 
 _NAMES = {  # of `Model`'s sizes in config.json, in the families that there are
     "vocabulary": ("vocab_size",),
@@ -43,10 +43,13 @@ class Job:
     """A model with its batch.
 
     Attributes:
-        model: Its sizes; `Model.length` is the sequences' length.
+        model: Sizes of the model; `Model.length` is the length of sequences.
         batch_tokens: Tokens of a step over all ranks; a multiple of the length.
-        precision: Of matrix products: "bf16", "fp8" or "fp32".
+        precision: Precision of matrix products: "bf16", "fp8" or "fp32".
         compiled: Whether layers are compiled, so that elementwise operators are fused.
+
+    Raises:
+        UsageError: Sizes that do not match, an unsupported precision, or an invalid batch.
     """
 
     model: Model
@@ -68,12 +71,12 @@ class Job:
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Number of sequences of a step."""
         return self.batch_tokens // self.model.length
 
     @property
     def flops(self) -> float:
-        """FLOPs of a step that the model needs: attention uncut, nothing computed again."""
+        """FLOPs of a step, with full (not causal) attention and without recomputation."""
         model = self.model
         products = model.layers * model.layer_parameters + model.vocabulary * model.width
         attention = 12 * model.layers * model.length * model.width
@@ -116,8 +119,15 @@ def models() -> dict[str, Model]:
 def find_model(name: str) -> Model:
     """Return a model by its name.
 
+    Args:
+        name: The name, such as "llama3-8b".
+
+    Returns:
+        The sizes of the model.
+
     Raises:
-        UsageError: There is none; the error lists similar names.
+        UsageError: The name is unknown (the message lists similar ones), or of a mixture of
+            experts.
     """
     if any(word in name.lower() for word in _EXPERTS_IN_NAMES):
         raise UsageError("mixtures of experts are not planned for", op=_OP, seen=repr(name))
@@ -130,8 +140,15 @@ def find_model(name: str) -> Model:
 def configured_model(path: str | Path) -> Model:
     """Read a model's sizes from a Hugging Face ``config.json``.
 
+    Args:
+        path: The file.
+
+    Returns:
+        The sizes of the model, with sequences of at most 8,192 tokens.
+
     Raises:
-        UsageError: No such file, no such sizes, experts, or weights in 4 bits.
+        UsageError: The file cannot be read or has no sizes, or the model has experts or quantized
+            weights.
     """
     try:
         found = parse_json(read_plain(path, _MOST_BYTES))
@@ -197,7 +214,7 @@ def _shown(value: Any) -> str:
 
 
 def _check_model(model: Model) -> None:
-    """Refuse sizes that do not go together, and numbers that no model has."""
+    """Refuse sizes that do not match each other, and numbers that no model has."""
     if model.experts:
         raise UsageError("mixtures of experts are not planned for", op=_OP)
     ranges = {

@@ -1,4 +1,4 @@
-"""Layouts: how a job is divided over ranks; all that divide it, and their columns for the model."""
+"""Layouts: divisions of a job over ranks, and their columns for the cost model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ __all__ = ["RECOMPUTED", "STRATEGIES", "Layout", "columns", "layouts"]
 _OP = "plan layouts"
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
-"""Sharing of ranks along dp: nothing; the optimizer's state; gradients too (FSDP that keeps
-unsharded
-parameters between forward and backward); parameters too; those within a node."""
+"""Sharded along dp: nothing; the optimizer's state; also gradients (FSDP that keeps
+unsharded parameters between forward and backward); also parameters; parameters within a node."""
 
 RECOMPUTED = ("none", "selective", "full")
 
@@ -33,18 +32,20 @@ _LARGEST_MICROBATCH = 32
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How a job is divided; tp's ranks are nearest, then cp's, dp's, and pp's.
+    """A division of a job over ranks.
+
+    Ranks along tp are nearest to each other, then those along cp, dp and pp.
 
     Attributes:
-        dp: Replicas, or ranks that share what `strategy` says.
-        strategy: See `STRATEGIES`.
-        tp: Parts of each layer, with sequence parallelism.
-        cp: Parts of each sequence.
+        dp: Ranks of data parallelism.
+        strategy: "ddp", "zero1", "zero2", "fsdp" or "hsdp" (see `STRATEGIES`).
+        tp: Ranks of tensor parallelism, with sequence parallelism.
+        cp: Ranks of context parallelism.
         pp: Ranks of the pipeline.
-        parts: Stages a rank of the pipeline.
+        parts: Stages per rank of the pipeline.
         microbatch: Sequences of a microbatch.
-        microbatches: In a step.
-        recompute: See `RECOMPUTED`.
+        microbatches: Microbatches of a step.
+        recompute: Recomputed activations: "none", "selective" or "full".
     """
 
     dp: int = 1
@@ -71,25 +72,32 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of ranks."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
     def mesh(self) -> Layout:
-        """The layout without what a user sets beside the mesh."""
+        """The layout with default stages, microbatches and recomputation."""
         return replace(self, parts=1, microbatch=1, microbatches=1, recompute="none")
 
     @property
     def schedule(self) -> str:
-        """Of the pipeline."""
+        """Name of the pipeline's schedule."""
         return "1f1b" if self.parts == 1 else "interleaved-1f1b"
 
     @staticmethod
     def parse(text: str, job: Job) -> Layout:
-        """Read ``fsdp=8,tp=2,pp=4,interleaved=2,mb=1,recompute=full``, as it is printed.
+        """Parse the text form, such as ``fsdp=8,tp=2,pp=4,interleaved=2,mb=1,recompute=full``.
+
+        Args:
+            text: The layout, as `str` returns it.
+            job: The job, for the number of microbatches.
+
+        Returns:
+            The layout.
 
         Raises:
-            UsageError: A part that there is not, or a batch that it does not divide.
+            UsageError: An unknown part, or a layout that does not divide the batch.
         """
         found = Layout()
         for word in filter(None, text.replace(" ", "").split(",")):
@@ -123,8 +131,8 @@ def layouts(job: Job, machine: Machine) -> list[Layout]:
     """Return all layouts that divide a job over a machine, whether they fit or not.
 
     Raises:
-        UsageError: Nothing divides it; the error names the nearest batch or number of nodes that
-            would.
+        UsageError: No layout divides the job; the message names a batch or a number of ranks for
+            which one does.
     """
     found = [
         layout
@@ -194,7 +202,7 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
     """Return the numbers of a job and the columns of its layouts, for `step_time`, `peak_memory`.
 
     Raises:
-        UsageError: The GPU has no products of that precision.
+        UsageError: The GPU does not support that precision.
     """
     model, gpu = job.model, machine.gpu
     if job.precision == "fp8" and not gpu.fp8_tflops:
@@ -255,5 +263,5 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
 
 
 def _column(values: Sequence[int]) -> Column:
-    """Return an array, or of one layout its plain number, which is reckoned with much faster."""
+    """Return an array; for a single layout a plain number, with which computing is much faster."""
     return np.array(values, dtype=float) if len(values) > 1 else float(values[0])

@@ -1,6 +1,7 @@
-"""Machines: the best rates of a GPU, and the network between GPUs; data files with sources.
+"""Machines: peak rates of GPUs, and the networks between them.
 
-`data/machines.toml` holds them; a custom file in the same form adds to it (docs/plan.md).
+They are read from `data/machines.toml`, which names sources; custom files in the same form add to
+it (docs/plan.md).
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ _MOST_BYTES = 16 << 20  # of a file of machines
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one device can do at best, from its data sheet or measured.
+    """The peak rates of a device, from its data sheet or measured.
 
     Attributes:
-        name: As it is asked for.
-        kind: Whose measured efficiencies hold.
-        bf16_tflops: Dense matrix products in bfloat16 (float32 for a CPU), 10^12 FLOP/s.
-        memory_gb: Of its memory, in 10^9 bytes.
-        memory_tb_s: Bandwidth of its memory, 10^12 bytes/s.
-        link_gb_s: To the others of a node, one direction, 10^9 bytes/s for each.
-        network_gb_s: To other nodes, its share of a node's network cards, one direction.
-        network: The kind of network.
-        gpus_per_node: Usual number.
-        fp8_tflops: The same in 8 bits; 0: it has none.
-        power: Its power limit over the usual one of its kind.
-        source: Where the figures come from.
+        name: Name of the device.
+        kind: The kind whose measured efficiencies are used: "v100", "a100", "h100", "b200", "cpu".
+        bf16_tflops: Dense matrix products in bfloat16 (float32 for a CPU), in 10^12 FLOP/s.
+        memory_gb: Size of the memory, in 10^9 bytes.
+        memory_tb_s: Bandwidth of the memory, in 10^12 bytes/s.
+        link_gb_s: Bandwidth to the other devices of a node in one direction, in 10^9 bytes/s.
+        network_gb_s: Bandwidth to other nodes in one direction, in 10^9 bytes/s: the device's share
+            of the node's network cards.
+        network: The kind of network: "infiniband", "ethernet" or "efa".
+        gpus_per_node: Usual number of devices per node.
+        fp8_tflops: Dense matrix products in 8 bits, in 10^12 FLOP/s; 0 if unsupported.
+        power: Power limit over the usual one of this kind.
+        source: Source of the figures.
     """
 
     name: str
@@ -59,14 +61,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Some nodes of the same GPUs.
+    """Nodes with equal GPUs.
 
     Attributes:
-        gpu: One of them.
-        nodes: How many.
-        gpus_per_node: In each.
-        measured: Constants of the cost model that were measured here, by name (`Constants`);
-            they replace the fitted ones.
+        gpu: The GPU.
+        nodes: Number of nodes.
+        gpus_per_node: Number of GPUs per node.
+        measured: Measured constants of the cost model by name; they replace the fitted ones.
+
+    Raises:
+        UsageError: `nodes` or `gpus_per_node` is less than 1.
     """
 
     gpu: Gpu
@@ -76,7 +80,7 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """GPUs altogether."""
+        """Number of GPUs."""
         return self.nodes * self.gpus_per_node
 
     def __post_init__(self) -> None:
@@ -88,15 +92,19 @@ class Machine:
             )
 
     def with_(self, **changes: float) -> Machine:
-        """Return the machine with other figures of its GPUs, such as ``memory_gb=160``."""
+        """Return the machine with other GPUs.
+
+        Args:
+            **changes: New values of attributes of `Gpu`, such as ``memory_gb=160``.
+        """
         return replace(self, gpu=replace(self.gpu, **changes))
 
 
 def gpus(*paths: str | Path) -> dict[str, Gpu]:
-    """Return the GPUs that are known by name: Dure's own, and those of some files.
+    """Return GPUs by name: those of Dure's data file, and of some more files.
 
     Raises:
-        UsageError: A file that is missing, or not in the form above; figures of a wrong unit.
+        UsageError: A file is missing or invalid, or a figure is out of range.
     """
     own = files("dure.plan") / "data" / "machines.toml"
     found = _read(own.read_text(), "data/machines.toml")
@@ -111,8 +119,15 @@ def gpus(*paths: str | Path) -> dict[str, Gpu]:
 def find_gpu(name: str, *paths: str | Path) -> Gpu:
     """Return a GPU by its name.
 
+    Args:
+        name: The name, such as "h100".
+        *paths: More files of GPUs (docs/plan.md).
+
+    Returns:
+        The GPU.
+
     Raises:
-        UsageError: There is none; the error lists similar names.
+        UsageError: The name is unknown (the message lists similar ones), or a file is invalid.
     """
     known = gpus(*paths)
     if name.lower() not in known:
@@ -121,13 +136,13 @@ def find_gpu(name: str, *paths: str | Path) -> Gpu:
 
 
 def unknown(name: str, known: Iterable[str], what: str, instead: str) -> UsageError:
-    """Return the error that nothing has a name: near names, and what may be given instead."""
+    """Return the error for an unknown name, with similar names."""
     near = get_close_matches(name.lower(), known, n=3, cutoff=0.4)
     return UsageError(
         f"no {what} is called {name!r} here",
         op=_OP,
         seen=f"near names: {', '.join(near)}" if near else "",
-        fix=f"Take one of {', '.join(known)}; or {instead}.",
+        fix=f"Use one of {', '.join(known)}; or {instead}.",
     )
 
 
@@ -150,7 +165,7 @@ def _read(text: str, where: str) -> dict[str, Gpu]:
 
 
 def _check(gpu: Gpu, where: str) -> None:
-    """Refuse figures that no machine has: a wrong unit, most often."""
+    """Refuse figures that no machine has; usually the unit is wrong."""
     for what, value, names in (("kind", gpu.kind, KINDS), ("network", gpu.network, NETWORKS)):
         if value not in names:
             raise UsageError(

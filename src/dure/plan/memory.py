@@ -1,4 +1,4 @@
-"""What each rank holds, for a transformer of Llama's shape on a mesh of any axes.
+"""The memory of each rank, for a transformer of Llama's shape on a mesh of any axes.
 
 Everything is counted in elements first, from the formulas below, and then in bytes:
 
@@ -53,18 +53,18 @@ class Model:
     """The sizes of a transformer of Llama's shape.
 
     Attributes:
-        vocabulary: Tokens that there are.
+        vocabulary: Size of the vocabulary.
         width: Features of an activation.
-        layers: How many.
-        heads: Of the queries.
-        groups: Of the keys and values.
-        hidden: Units of a layer's MLP, or of one expert.
+        layers: Number of layers.
+        heads: Heads of the queries.
+        groups: Heads of the keys and values.
+        hidden: Hidden units of a layer's MLP, or of one expert.
         length: Tokens of a sequence.
-        experts: Of a layer; 0: it has an MLP.
-        active: Experts that a token goes to.
-        shared: Experts that every token goes to.
-        tied: 1: the scores use the embedding's weights.
-        gated: 1: the MLP has a gate (SwiGLU), and three matrices; 0: two.
+        experts: Experts of a layer; 0 for an MLP.
+        active: Experts that process each token.
+        shared: Additional experts that process every token.
+        tied: 1 if the output layer uses the embedding's weights, else 0.
+        gated: 1 if the MLP has a gate (SwiGLU, three matrices), else 0 (two matrices).
     """
 
     vocabulary: int
@@ -82,10 +82,18 @@ class Model:
 
     @staticmethod
     def of_size(parameters: float, *, vocabulary: int = 128_256, length: int = 4096) -> Model:
-        """Return a model of some number of parameters, shaped as the Llamas are.
+        """Return a model with about some number of parameters, in Llama's proportions.
 
-        The width is 128 times the number of layers, heads have 128 features, one in four has keys
-        of its own, and the MLP has 3.5 times the width.
+        The width is 128 times the number of layers, heads have 128 features, four heads share keys
+        and values, and the MLP has 3.5 times the width.
+
+        Args:
+            parameters: Number of parameters.
+            vocabulary: Size of the vocabulary.
+            length: Tokens of a sequence.
+
+        Returns:
+            The model of these proportions with the nearest number of parameters.
         """
 
         def shaped(layers: int) -> Model:
@@ -96,13 +104,17 @@ class Model:
 
     @staticmethod
     def parse(text: str) -> Model:
-        """Read ``layers=32,width=4096,heads=32,groups=8,hidden=14336``.
+        """Parse sizes, such as ``layers=32,width=4096,heads=32,groups=8,hidden=14336``.
 
-        A width and layers are needed; unspecified sizes are as in `of_size`, with 128 features
-        a head and as many heads of keys as of queries.
+        Args:
+            text: Names of attributes with integers; layers and width are required. The defaults
+                are those of `of_size`, but with as many heads of keys as of queries.
+
+        Returns:
+            The model.
 
         Raises:
-            UsageError: A size that there is not, or no number.
+            UsageError: An unknown name, an invalid number, or no layers or width.
         """
         sizes = _numbers(text, Model)
         if not {"width", "layers"} <= sizes.keys():
@@ -123,17 +135,17 @@ class Model:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer, with its norms."""
+        """Parameters of a layer's attention and norms."""
         return 2 * self.width * (self.width + self.keys) + 2 * self.width
 
     @property
     def expert_parameters(self) -> int:
-        """Of the MLP, or of one expert."""
+        """Parameters of the MLP, or of one expert."""
         return (2 + self.gated) * self.width * self.hidden
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer, all experts and their router included."""
+        """Parameters of a layer, including all experts and their router."""
         if not self.experts:
             return self.attention_parameters + self.expert_parameters
         router = self.width * self.experts
@@ -142,20 +154,20 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Of all layers, the embedding, the last norm and the scores."""
+        """Parameters of all layers, the embedding, the last norm and the output layer."""
         ends = self.vocabulary * self.width * (1 if self.tied else 2) + self.width
         return self.layers * self.layer_parameters + ends
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks there are along each axis; a microbatch is of one rank along dp and fsdp.
+    """The number of ranks along each axis; each rank along dp and fsdp has its own microbatches.
 
     Attributes:
-        pp: Stages' ranks.
+        pp: Ranks of the pipeline.
         dp: Replicas.
-        fsdp: Parts of parameters, gradients and optimizer state.
-        cp: Parts of a sequence; they share parameters' parts as well.
+        fsdp: Shards of parameters, gradients and optimizer state.
+        cp: Parts of a sequence; these ranks also shard parameters.
         tp: Parts of each layer.
         ep: Parts of the experts; divides dp * fsdp * cp.
     """
@@ -169,33 +181,39 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """Read ``pp=4,dp=2,tp=2``.
+        """Parse axes, such as ``pp=4,dp=2,tp=2``.
+
+        Args:
+            text: Names of axes with numbers of ranks.
+
+        Returns:
+            The mesh; other axes have one rank.
 
         Raises:
-            UsageError: An axis that there is not, or no number of ranks.
+            UsageError: An unknown axis, or an invalid number.
         """
         return Mesh(**_numbers(text, Mesh))
 
     @property
     def ranks(self) -> int:
-        """How many there are; ep is among dp, fsdp and cp."""
+        """Number of ranks; ep divides the ranks of dp, fsdp and cp."""
         return self.pp * self.dp * self.fsdp * self.cp * self.tp
 
 
 @dataclass(frozen=True)
 class Training:
-    """How it is trained.
+    """Options of the training.
 
     Attributes:
-        sequences: In a microbatch of one rank.
-        microbatches: In a step.
-        schedule: Of the pipeline, by the name that `dure.schedules` has for it.
-        parameter_bytes: Of a parameter, and of its gradient.
-        compute_bytes: Of an activation, and of a gathered parameter.
-        state_elements: Elements of optimizer state for each parameter: 2 for AdamW.
-        recompute: Layers' activations are computed again in backward.
-        gathers: Whether ranks along fsdp gather parameters: over hosts, and with devices.
-            Ranks of one host that share memory gather nothing.
+        sequences: Sequences of a microbatch of one rank.
+        microbatches: Microbatches of a step.
+        schedule: Name of the pipeline's schedule in `dure.schedules`.
+        parameter_bytes: Bytes of a parameter, and of its gradient.
+        compute_bytes: Bytes of an activation, and of a gathered parameter.
+        state_elements: Elements of optimizer state per parameter: 2 for AdamW.
+        recompute: Whether backward recomputes the activations of layers.
+        gathers: Whether ranks along fsdp gather parameters, as over hosts and with devices; False
+            for ranks of one host that share memory.
     """
 
     sequences: int = 1
@@ -210,16 +228,16 @@ class Training:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by purpose; ranks with the same place along pp have the same.
+    """The memory of a rank in bytes; ranks with the same place along pp have the same.
 
     Attributes:
-        stages: Which layers each of its stages has.
-        parameters: Its parts.
-        gradients: As many, of the same size.
-        optimizer: State for its parts.
-        activations: Of all microbatches that are live at once.
-        scores: The last stage's scores, their logarithms, and the gradient.
-        gathered: Parameters that are unsharded for a time, and unsharded gradients.
+        stages: The layers of each stage of the rank.
+        parameters: Its shards of parameters.
+        gradients: Its shards of gradients.
+        optimizer: Optimizer state of its shards.
+        activations: Activations of all microbatches that are live at once.
+        scores: Scores of the last stage, their logarithms and gradient.
+        gathered: Temporarily unsharded parameters, and unsharded gradients.
         freed: Freed memory that the allocator keeps.
     """
 
@@ -234,21 +252,24 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all."""
         held = self.parameters + self.gradients + self.optimizer
         return held + self.activations + self.scores + self.gathered + self.freed
 
 
 def memory(model: Model, mesh: Mesh, training: Training | None = None) -> list[Memory]:
-    """Return what ranks hold at the peak of a step: one entry for each place along pp.
+    """Return the memory of the ranks at the peak of a step.
 
     Args:
-        model: Its sizes.
+        model: Sizes of the model.
         mesh: Ranks along each axis.
-        training: Microbatches, schedule, dtypes.
+        training: Microbatches, schedule and dtypes; None for the defaults.
+
+    Returns:
+        One entry per place along pp.
 
     Raises:
-        UsageError: The mesh does not divide the model; the error names sizes that would.
+        UsageError: The mesh does not divide the model; the message names the rule.
     """
     training = training or Training()
     _check(model, mesh)

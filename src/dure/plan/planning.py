@@ -1,9 +1,9 @@
-"""Which layout suits a job on a machine: all of them costed, the best ones listed with reasons.
+"""Comparison of all layouts of a job on a machine.
 
-`plan` costs every layout in closed form, drops those that do not fit, and keeps for each mesh its
-best microbatch, schedule and recomputation. Pipelines that are shown are simulated
-(`dure.schedules`). Layouts whose intervals overlap the winner's are ties: the model cannot
-distinguish them.
+`plan` predicts time and memory of every layout in closed form, drops layouts that do not fit, and
+keeps for each mesh the best microbatch, schedule and recomputation. Pipelines of the first layouts
+are simulated (`dure.schedules`). Layouts whose intervals overlap the winner's are ties: the model
+cannot distinguish them.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _SIMULATED_MICROBATCHES = 4  # for each rank of a pipeline; the rest only repeat
 
 @dataclass(frozen=True)
 class Row:
-    """A layout, with what it is predicted to take.
+    """A layout with its predicted time and memory.
 
     Attributes:
-        layout: It.
-        time: Seconds of a step by what they are spent on (`data/terms.toml`).
-        memory: Bytes of the fullest rank by what they are for (there too).
-        tokens: Of a step, over all ranks.
-        ideal: Seconds of the model's FLOPs at the dense bfloat16 peak.
-        spread: Factor that 8 of 10 measurements would be within.
+        layout: The layout.
+        time: Seconds of a step by purpose (`data/terms.toml`).
+        memory: Bytes of the fullest rank by purpose (`data/terms.toml`).
+        tokens: Tokens of a step over all ranks.
+        ideal: Seconds for the model's FLOPs at the dense bfloat16 peak.
+        spread: Ratio between measurement and prediction that 8 of 10 measurements stay within.
         simulated: Whether the pipeline was simulated.
     """
 
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return sum(self.time.values())
 
     @property
@@ -67,17 +67,17 @@ class Row:
 
     @property
     def low(self) -> float:
-        """Tokens/s that 8 of 10 measurements would be above, or below `high`."""
+        """Lower bound of tokens/s: 8 of 10 measurements are between `low` and `high`."""
         return self.speed / self.spread
 
     @property
     def high(self) -> float:
-        """See `low`."""
+        """Upper bound of tokens/s: 8 of 10 measurements are between `low` and `high`."""
         return self.speed * self.spread
 
     @property
     def mfu(self) -> float:
-        """The model's FLOPs over the dense bfloat16 peak."""
+        """Model FLOPs utilization: the model's FLOPs per second over the dense bfloat16 peak."""
         return self.ideal / self.seconds
 
     @property
@@ -88,14 +88,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Change:
-    """A single change of the machine with which another mesh wins.
+    """A single change of the machine after which another mesh is the fastest.
 
     Attributes:
-        what: Of what: "memory", "link", "network", "nodes".
+        what: The changed property: "memory", "link", "network" or "nodes".
         factor: Its new value over the old one.
-        text: For people.
-        layout: The winner then.
-        speed: Its tokens/s.
+        text: A description of the change.
+        layout: The fastest layout after it.
+        speed: Tokens/s of that layout.
     """
 
     what: str
@@ -107,17 +107,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer.
+    """The result of `plan`.
 
     Attributes:
-        job, machine: The question.
+        job: The training job.
+        machine: The machine.
         rows: Layouts that fit, fastest first: the best of each mesh, or all.
         ties: How many of the first rows cannot be distinguished from the first.
-        too_large: Layouts that would be faster than the first and do not fit: of each mesh the
-            one that needs least, least first.
+        too_large: Layouts that would be faster than the first but do not fit: for each mesh the
+            one that needs the least memory, by memory.
         reasons: A sentence for each of the first rows.
-        changes: The nearest changes that alter the winner, nearest first.
-        warnings: Where the job is outside what the model was fitted to.
+        changes: The smallest changes of the machine after which another mesh wins.
+        warnings: Properties of the job that are outside the range of the fit.
     """
 
     job: Job
@@ -131,11 +132,11 @@ class Plan:
 
     @property
     def simplest(self) -> int:
-        """Which of the rows that are ties with the first has the fewest axes."""
+        """Index of the row with the fewest axes among the ties with the first."""
         return min(range(self.ties), key=lambda i: _complexity(self.rows[i].layout))
 
     def as_dict(self) -> dict[str, object]:
-        """Return everything as plain values, for JSON; layouts have their `text` as well."""
+        """Return everything as plain values, for JSON; each layout also as `text`."""
         found = asdict(self)
         for name in ("rows", "too_large", "changes"):
             for plain, each in zip(found[name], getattr(self, name), strict=True):
@@ -147,19 +148,33 @@ class Plan:
 
 
 def plan(job: Job, machine: Machine, *, everything: bool = False, changes: bool = True) -> Plan:
-    """Return the layouts of a job on a machine by predicted speed, with reasons.
-
-    Cost: some microseconds a layout, and a few simulated pipelines.
+    """Compare the layouts of a job on a machine by predicted speed.
 
     Args:
         job: The training job.
-        machine: On what.
-        everything: Keep all layouts, not only the best of each mesh.
-        changes: Look for the nearest change of the machine that alters the winner.
+        machine: The machine.
+        everything: Whether to keep all layouts, and not only the best of each mesh.
+        changes: Whether to search for the smallest changes of the machine after which another mesh
+            wins.
+
+    Returns:
+        The layouts that fit, fastest first, with reasons and warnings.
 
     Raises:
-        UsageError: Nothing divides the job, or nothing fits; the error names the smallest change
-            that would.
+        UsageError: No layout divides the job, or none fits; the message names the smallest change
+            after which one would.
+
+    Cost:
+        Some microseconds per layout, and a few simulated pipelines.
+
+    Example:
+        ```python
+        from dure.plan import Job, Machine, find_gpu, find_model, plan
+
+        job = Job(find_model("gpt2"), batch_tokens=2**19)
+        best = plan(job, Machine(find_gpu("a100"), nodes=1)).rows[0]
+        assert best.layout.ranks == 8 and best.speed > 0
+        ```
     """
     found = _Costed(job, machine)
     if not len(found.fitting):
@@ -182,7 +197,7 @@ def plan(job: Job, machine: Machine, *, everything: bool = False, changes: bool 
 
 
 def usable(machine: Machine) -> float:
-    """Return how many bytes of a GPU's memory a job may take."""
+    """Return the bytes of a GPU's memory that a job can use."""
     return Constants.load().room * machine.gpu.memory_gb * 1e9
 
 
@@ -241,7 +256,7 @@ def costed(job: Job, machine: Machine, layout: Layout) -> Row:
     """Return a single layout's row, whether it fits or not.
 
     Raises:
-        UsageError: It has not the machine's ranks.
+        UsageError: It has another number of ranks than the machine.
     """
     if layout.ranks != machine.ranks:
         raise UsageError(
@@ -253,7 +268,7 @@ def costed(job: Job, machine: Machine, layout: Layout) -> Row:
 
 
 def _complexity(layout: Layout) -> tuple[int, int, int, int]:
-    """Order layouts that are equally fast: fewer axes, nothing recomputed, less sharing first."""
+    """Return the sort key of equally fast layouts: fewer axes, no recomputation, less sharding."""
     return (
         sum(n > 1 for n in (layout.tp, layout.cp, layout.pp)),
         RECOMPUTED.index(layout.recompute) + (layout.parts > 1),
@@ -316,7 +331,7 @@ def reason(row: Row, found: _Costed) -> str:
 
 
 def _beside(row: Row, others: dict[str, list[int]], found: _Costed) -> list[str]:
-    """Say how the best of each of some sets of layouts does beside a row; once for each best."""
+    """Return sentences that compare a row with the best of some sets of layouts."""
     names: dict[int, list[str]] = {}
     sentences: list[str] = []
     for name, each in others.items():
@@ -336,7 +351,7 @@ def _beside(row: Row, others: dict[str, list[int]], found: _Costed) -> list[str]
 
 
 def _slower(other: Row, row: Row) -> str:
-    """Say by how much a layout is slower than another, and what it spends the time on."""
+    """Return by how much a layout is slower than another, and in which term."""
     ratio = other.seconds / row.seconds
     if abs(ratio - 1) < _SAME:
         return "as fast"
@@ -360,7 +375,7 @@ _CHANGED = {
 
 
 def _changes(job: Job, machine: Machine, first: Row) -> list[Change]:
-    """Return, for each figure, the nearest change with which another mesh wins."""
+    """Return, for each property of the machine, the smallest change that alters the winner."""
     found: dict[str, Change] = {}
     for what, factor, text, other in _others(machine):
         change = _winner(job, other, first) if what not in found else None
@@ -370,7 +385,7 @@ def _changes(job: Job, machine: Machine, first: Row) -> list[Change]:
 
 
 def _others(machine: Machine) -> Iterator[tuple[str, float, str, Machine]]:
-    """Yield machines with one figure changed: which, by what factor, in words; nearest first."""
+    """Yield (property, factor, description, machine) for single changes, the smallest first."""
     for factor in (by for each in _FACTORS for by in (each, 1 / each)):
         for what, (name, unit) in _CHANGED.items():
             if what != "network" or machine.nodes > 1:
@@ -384,7 +399,7 @@ def _others(machine: Machine) -> Iterator[tuple[str, float, str, Machine]]:
 
 
 def _winner(job: Job, machine: Machine, first: Row) -> Row | None:
-    """Return who wins on another machine, if it is another mesh by more than a trifle."""
+    """Return the fastest layout on a changed machine, if another mesh wins by `_SAME`."""
     try:
         costed_ = _Costed(job, machine)
     except UsageError:
@@ -400,12 +415,12 @@ def _winner(job: Job, machine: Machine, first: Row) -> Row | None:
 
 
 def _shape(layout: Layout) -> tuple[str, int, int, int]:
-    """What of a layout stays when there are more ranks."""
+    """Return the parts of a layout that do not depend on the number of nodes."""
     return (layout.strategy, layout.tp, layout.cp, layout.pp)
 
 
 def _nothing_fits(found: _Costed) -> UsageError:
-    """Return the error that names the smallest change with which something fits."""
+    """Return the error that names the smallest change after which a layout fits."""
     job, machine = found.job, found.machine
     i = int(np.argmin(found.bytes))
     least = float(found.bytes[i])
@@ -438,7 +453,7 @@ _FITTED = {"nodes": 420, "width": 20_480, "length": 262_144}
 
 
 def _warnings(job: Job, machine: Machine) -> list[str]:
-    """Return where a job is outside what the constants were fitted to."""
+    """Return the properties of a job that are outside the range of the fit."""
     asked = {"nodes": machine.nodes, "width": job.model.width, "length": job.model.length}
     found = [
         f"{what} {value:,} is beyond what was measured ({_FITTED[what]:,})"

@@ -199,8 +199,8 @@ def read_init_method(init_method: str | None, rank: int, world_size: int) -> Ini
     parts = urlsplit(url)
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     try:
-        rank = env.whole_number(query.get("rank", "-1")) if rank < 0 else rank
-        size = env.whole_number(query.get("world_size", "-1")) if world_size < 0 else world_size
+        rank = env.parse_integer(query.get("rank", "-1")) if rank < 0 else rank
+        size = env.parse_integer(query.get("world_size", "-1")) if world_size < 0 else world_size
     except ValueError:
         raise _malformed(url, "holds something that is not a whole number") from None
     if parts.scheme == "env":

@@ -1,4 +1,4 @@
-"""Test tools for programs that use Dure: ranks as threads, pools of real processes, a recorder."""
+"""Test tools for programs that use Dure: ranks as threads, pools of processes, a recorder."""
 
 from dure.testing.pool import ProcessPool
 from dure.testing.ranks import run_ranks

@@ -1,16 +1,15 @@
-"""Real processes, started once: a pool whose ranks run one function after another.
+"""A pool of processes that run one function after another as the ranks of a group.
 
-Starting a process and importing torch costs far more than the collective under test. So the
-processes are forked from one server that has imported torch already, join one group, and then wait
-for work: `pool.run(fn, *args)` sends a function to every rank, where `fn(rank, *args)` runs, and
-collects what each one returned. Functions of modules are sent by name, lambdas and closures by
-value (cloudpickle, as in `dure.spawn`).
+Starting a process and importing torch takes much longer than the collective under test. So the
+processes are forked from a server that has imported torch, join one group, and wait for functions:
+`pool.run(fn, *args)` runs `fn(rank, *args)` on every rank and collects the results. Functions of
+modules are sent by name, lambdas and closures by value (cloudpickle, as in `dure.spawn`).
 
-One failure poisons the pool, because the ranks may be anywhere: all processes are ended and later
-calls are refused. Each call has a timeout; when it passes, every rank's stack is shown, written by
-faulthandler on the rank itself, whatever the rank is stuck in.
+A failure breaks the pool, because the state of the ranks is unknown: all processes are ended, and
+later calls raise. Each call has a timeout, after which the stacks of the missing ranks are shown;
+faulthandler writes them on the rank itself, so even native code cannot prevent it.
 
-Threads: a pool belongs to the thread that made it.
+Threads: a pool may only be used by the thread that made it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = ["ProcessPool", "start_server"]
 
 T = TypeVar("T")
 
-# The last one is what the first optimizer of a process imports, for more than a second.
+# The first optimizer of a process imports torch._dynamo, which takes more than a second.
 _PRELOAD = [
     *("dure.testing.pool", "dure.comm.init", "dure.comm.collectives", "dure.comm.objects"),
     *("dure.comm.point_to_point", "dure.comm.shrinking", "dure.comm.backends.shm.backend"),
@@ -58,7 +57,7 @@ _GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reply:
-    """What a rank sends back: a value, or an error with its traceback as text."""
+    """A rank's reply: a value, or an error with its traceback as text."""
 
     value: object = None
     error: BaseException | None = None
@@ -66,8 +65,8 @@ class _Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What a rank needs to know to join."""
+class _RankOptions:
+    """The options of a rank, for joining the group."""
 
     rank: int
     size: int
@@ -79,7 +78,7 @@ class _Options:
 
 
 def start_server() -> ForkServerContext:
-    """Start the process that all ranks are forked from, unless it runs; it ends with this one."""
+    """Start the server from which ranks are forked, unless it runs; it ends with this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     forkserver.ensure_running()
@@ -87,21 +86,37 @@ def start_server() -> ForkServerContext:
 
 
 class ProcessPool:
-    """`n` processes that form one group, until the end of a `with` block.
+    """Processes that form one group, until the end of a `with` block.
 
     Args:
-        n: How many ranks.
-        backend: The default group's backend; None: what Dure chooses.
-        timeout: Seconds that one call may take, unless the call sets its own; also the group's
-            timeout. None: the environment variable DURE_TEST_TIMEOUT, or 30.
-        hosts: For each rank, the name of the host that it pretends to be on; None: this one.
-        eager_bytes: Sends of more bytes wait until they are received, and with 0 all sends do: a
-            program that only works because sends are buffered ends in `CommTimeout`, which says
-            who waits for whom. On the shm backend; None: as the backend likes.
+        n: Number of ranks.
+        backend: The default group's backend; None for Dure's choice.
+        timeout: Seconds that one call may take, unless the call has its own timeout; also the
+            group's timeout. None: the environment variable DURE_TEST_TIMEOUT, or 30.
+        hosts: The name of the host that each rank pretends to be on; None for this host.
+        eager_bytes: Larger sends wait until they are received; with 0 all sends do. A program that
+            only works because sends are buffered then raises `CommTimeout`, which says which rank
+            waits for which. Only on the shm backend; None for the backend's default.
 
     Raises:
         LaunchError: A rank could not join.
-        UsageError: `eager_bytes` is negative, or the backend's sends cannot be made to wait.
+        UsageError: `eager_bytes` is negative, or the backend does not support it.
+
+    Cost: one forked process per rank; torch is imported once, by the server.
+
+    Example:
+        ```python
+        from dure.testing import ProcessPool
+
+        def total(rank: int) -> float:
+            x = torch.tensor([1.0 + rank])
+            dist.all_reduce(x)
+            return x.item()
+
+        if __name__ == "__main__":
+            with ProcessPool(2) as pool:
+                assert pool.run(total) == [3.0, 3.0]
+        ```
     """
 
     def __init__(
@@ -135,7 +150,7 @@ class ProcessPool:
             raise
 
     def _start(self, context: ForkServerContext, rank: int) -> None:
-        options = _Options(
+        options = _RankOptions(
             rank=rank,
             size=self.size,
             backend=self.backend,
@@ -153,12 +168,12 @@ class ProcessPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each rank."""
+        """The process id of each rank."""
         return [p.pid or -1 for p in self._processes]
 
     @property
     def broken(self) -> bool:
-        """Whether a call failed, so that the pool is of no use any more."""
+        """Whether a call has failed, so that the pool cannot be used any more."""
         return bool(self._broken)
 
     def __enter__(self) -> ProcessPool:
@@ -178,25 +193,25 @@ class ProcessPool:
         """Run `fn(rank, *args)` on every rank.
 
         Args:
-            fn: A function. Lambdas and functions inside functions are sent by value, with what they
-                use; other functions must be importable by their names.
-            *args: Pickled in the same way; every rank gets its own copy.
-            timeout: Seconds the call may take.
+            fn: The function. Lambdas and nested functions are sent by value, with the variables
+                that they use; other functions must be importable by name.
+            *args: Arguments, pickled the same way; every rank gets its own copy.
+            timeout: Seconds that the call may take; None for the pool's timeout.
 
         Returns:
-            What each rank returned, in rank order.
+            The results in rank order.
 
         Raises:
-            Exception: The first error of any rank, with its traceback there as a note.
-            LaunchError: A rank's process ended, or the pool has failed before.
-            CommTimeout: Ranks did not end; `missing` says which, the notes show their stacks.
+            Exception: The first error of any rank, with its remote traceback as a note.
+            LaunchError: A rank's process ended, or an earlier call has failed.
+            CommTimeout: Ranks did not finish in time; `missing` has them, notes have their stacks.
         """
         if self._broken:
             raise LaunchError("the process pool has failed before", seen=self._broken)
         limit = self.timeout if timeout is None else timeout
         message = cloudpickle.dumps((fn, args, limit))
         for pipe in self._pipes:
-            with suppress(OSError):  # a rank that has ended: said when its reply does not come
+            with suppress(OSError):  # the rank has ended: reported by `_reply_of`
                 pipe.send_bytes(message)
         try:
             return self._collect(limit)  # pyright: ignore[reportReturnType]
@@ -206,22 +221,22 @@ class ProcessPool:
             raise
 
     def close(self) -> None:
-        """End all processes.
+        """End all processes; the end of the `with` block calls it.
 
         Raises:
-            LaunchError: A rank did not end by itself, or ended badly.
+            LaunchError: A rank did not exit within 10 s, or has a nonzero exit code.
         """
         if not self._processes:
             return
         codes = self._end(force=False)
         if any(codes) and not self._broken:
-            raise LaunchError("ranks of a process pool ended badly", seen=f"exit codes {codes}")
+            raise LaunchError("ranks of a process pool failed to exit", seen=f"exit codes {codes}")
 
     def _collect(self, timeout_s: float) -> list[object]:
-        """Wait for a reply of every rank; raise the first error."""
+        """Wait for a reply from every rank; raise the first error."""
         values: dict[int, object] = {}
         first_error: BaseException | None = None
-        deadline = time.monotonic() + timeout_s + _GRACE_S  # the ranks dump their stacks meanwhile
+        deadline = time.monotonic() + timeout_s + _GRACE_S  # ranks dump their stacks at timeout_s
         while len(values) < self.size:
             waiting = [p for r, p in enumerate(self._pipes) if r not in values]
             ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
@@ -264,7 +279,7 @@ class ProcessPool:
         return error
 
     def _end(self, force: bool) -> list[int | None]:
-        """End the processes, at once or when they have left their group; return exit codes."""
+        """End the processes, killing them if `force`; return exit codes."""
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send_bytes(b"")
@@ -297,8 +312,8 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stacks-{rank}.txt"
 
 
-def _serve(options: _Options, pipe: connection.Connection) -> None:
-    """Be one rank: join, then run what is sent until an empty message or the end of the pool."""
+def _serve(options: _RankOptions, pipe: connection.Connection) -> None:
+    """Run one rank: join, and run functions until an empty message or the end of the pool."""
     torch.set_num_threads(1)
     with _stack_file(options.folder, options.rank).open("w") as stacks:
         reply = _attempt(_join, (options,))
@@ -318,7 +333,7 @@ def _serve(options: _Options, pipe: connection.Connection) -> None:
         dure.destroy_process_group()
 
 
-def _join(options: _Options) -> None:
+def _join(options: _RankOptions) -> None:
     if options.host is not None:
         env.put("DURE_HOST_ID", options.host)
     current_world().eager_bytes = options.eager_bytes
@@ -339,7 +354,7 @@ def _attempt(fn: Callable[..., object], args: tuple[object, ...]) -> _Reply:
 
 
 def _dump(reply: _Reply) -> bytes:
-    """Pickle a reply; where that fails, one that says so."""
+    """Pickle a reply; if that fails, an error reply."""
     try:
         data = cloudpickle.dumps(reply)
         pickle.loads(data)  # an error whose constructor takes other arguments fails only here

@@ -1,11 +1,6 @@
-"""What one rank communicated: the list that a test of a strategy states and compares.
+"""A recorder of the operations that a rank calls.
 
-Right numbers do not show that nothing was sent twice. A recorder collects the operations that a
-rank calls while it is open, in the order of the calls, whatever thread makes them:
-
-    with CommRecorder() as seen:
-        model(batch).sum().backward()
-    assert seen.ops == ["all_reduce", "all_reduce"]
+Correct results do not show that nothing was sent twice; a test can compare the list of operations.
 """
 
 from __future__ import annotations
@@ -21,14 +16,24 @@ __all__ = ["CommRecorder"]
 
 
 class CommRecorder:
-    """Collects the operations that this rank starts between entering and leaving.
+    """Records the operations that a rank starts inside a `with` block, in the order of the calls.
 
     Args:
-        rank: Global rank to listen to; None stands for the rank that enters, or, where there is no
-            default group yet, for every rank of the process.
-        group: Name of the only group to listen to; None stands for all.
+        rank: Global rank to record; None for the rank that enters the block, or for every rank of
+            the process if there is no default group.
+        group: Name of the group to record; None for all groups.
 
-    Threads: operations are collected from every thread. Recorders may be nested.
+    Threads: operations of every thread are recorded. Recorders may be nested.
+
+    Example:
+        ```python
+        from dure.testing import CommRecorder
+
+        with CommRecorder() as recorder:
+            dist.all_reduce(torch.ones(4))
+        assert recorder.ops == ["all_reduce"]
+        assert recorder.nbytes() == 16
+        ```
     """
 
     def __init__(self, *, rank: int | None = None, group: str | None = None) -> None:
@@ -62,20 +67,27 @@ class CommRecorder:
 
     @property
     def events(self) -> list[trace.Event]:
-        """The operations, in the order in which they were called."""
+        """The operations in the order of the calls."""
         with self._lock:
             return list(self._events)
 
     @property
     def ops(self) -> list[str]:
-        """Their names, such as "all_reduce"."""
+        """The names of the operations, such as "all_reduce"."""
         return [event.op for event in self.events]
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each was called."""
+        """The number of calls of each operation."""
         return Counter(self.ops)
 
     def nbytes(self, op: str | None = None) -> int:
-        """Add up the bytes of this rank's inputs, of all operations or of those called `op`."""
+        """Return the sum of the bytes of this rank's inputs.
+
+        Args:
+            op: Only operations of this name; None for all.
+
+        Returns:
+            The number of bytes.
+        """
         return sum(event.nbytes for event in self.events if op is None or event.op == op)

@@ -1,4 +1,4 @@
-"""Several workers of RPC in one process, with a network between them that tests can hold and cut.
+"""Several RPC workers in one process, with a simulated network that tests can hold and cut.
 
     with Cluster(3) as cluster:
         with cluster.on(0):
@@ -34,14 +34,14 @@ __all__ = ["Cluster", "LocalTransport", "Network"]
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
 Event = tuple[bool, Callable[[], Work | None]]
-"""Something that a process is told: whether it is a message, and how to tell it."""
+"""Something that a process receives: whether it is a message, and a function that delivers it."""
 
 
 class Network:
-    """What is between the processes.
+    """The simulated network.
 
     Args:
-        random: Messages overtake each other, as it says; None: they come in order.
+        random: Messages arrive in a random order, drawn from this; None: they arrive in order.
     """
 
     def __init__(self, random: Random | None = None) -> None:
@@ -51,46 +51,46 @@ class Network:
         self._held: dict[tuple[int, int], list[Event]] = {}
 
     def hold(self, sender: int, receiver: int) -> None:
-        """Let nothing through in one direction, until `release` or `cut`."""
+        """Hold all messages in one direction until `release` or `cut`."""
         with self.lock:
             self._held.setdefault((sender, receiver), [])
 
     def release(self, sender: int, receiver: int) -> None:
-        """Let through what was held."""
+        """Deliver the held messages."""
         with self.lock:
             for event in self._held.pop((sender, receiver), []):
-                self.transports[receiver].tell(event)
+                self.transports[receiver].deliver(event)
 
     def cut(self, one: int, other: int) -> None:
-        """Break the connection: what is held is lost; a new one stands at once."""
+        """Break and restore a connection: held messages are lost, and both ends are notified."""
         with self.lock:
             for at, of in ((one, other), (other, one)):
                 self._held.pop((at, of), None)
                 transport = self.transports[at]
-                transport.tell((False, partial(transport.receiver.broken, of)))
+                transport.deliver((False, partial(transport.receiver.broken, of)))
 
     def kill(self, id: int, how: str = "signal 9 (SIGKILL)") -> None:
-        """Let a process die: it does nothing any more, and all others are told."""
+        """Stop a process, and notify all others of its death."""
         with self.lock:
             self.transports.pop(id).stop()
             for other, transport in self.transports.items():
                 self.release(id, other)
-                transport.tell((False, partial(transport.receiver.died, id, how)))
+                transport.deliver((False, partial(transport.receiver.died, id, how)))
 
     def send(self, to: int, sender: int, raw: bytes, memories: Sequence[torch.Tensor]) -> None:
-        """Carry a message; memories are its own."""
+        """Send a message; the memories must be copies."""
         with self.lock:
             if sender not in self.transports:
                 return
             receiver = self.transports.get(to)
             if receiver is None:
-                raise PeerLost("it is gone", peer=to)
+                raise PeerLost("the peer has ended", peer=to)
             event = (True, partial(receiver.on_message, raw, memories))
             held = self._held.get((sender, to))
             if held is not None:
                 held.append(event)
             else:
-                receiver.tell(event)
+                receiver.deliver(event)
 
 
 class _Ticket:
@@ -106,21 +106,21 @@ class LocalTransport:
         self._slots = threading.Semaphore(slots)
         self._inbox: deque[Event] = deque()
         self._bell = threading.Condition()
-        self._order = threading.Lock()  # events are dealt with one by one
+        self._order = threading.Lock()  # events are processed one by one
         self._here = threading.local()
         self._threads: list[threading.Thread] = []
         self._open = True
         network.transports[id] = self
 
     def start(self, receiver: Receiver) -> None:
-        """Begin to receive; no call is ever refused."""
+        """Start to receive; no call is refused."""
         for id in self.network.transports:
             receiver.joined(id, f"worker{id}")
         self.receiver = receiver
         self._spawn(self._work)
 
     def look(self, to: str | int) -> None:
-        """All are known from the start."""
+        """Do nothing: all workers are known from the start."""
 
     def send(self, to: int, envelope: Envelope, memories: Sequence[torch.Tensor]) -> None:
         """Send a message."""
@@ -132,14 +132,14 @@ class LocalTransport:
         return _Ticket()
 
     def complete(self, ticket: Waiter) -> None:
-        """Say that what it stands for is there."""
+        """Complete a ticket, and wake the threads that wait for it."""
         assert isinstance(ticket, _Ticket)
         with self._bell:
             ticket.done = True
             self._bell.notify_all()
 
     def wait(self, ticket: Waiter, seconds: float = inf) -> bool:
-        """Wait for a ticket, and deal with messages meanwhile."""
+        """Wait for a ticket, and process messages during the wait."""
         runs = getattr(self._here, "runs", False)
         if runs:
             self._slots.release()
@@ -153,11 +153,11 @@ class LocalTransport:
         return ticket.done
 
     def submit(self, work: Work) -> None:
-        """Have something run by a thread, as if it were a call."""
+        """Run work on a thread, as a call is run."""
         self._spawn(partial(self._run, work))
 
     def close(self, known: bool = False) -> None:
-        """End; the network tells nobody."""
+        """Stop, without a notification of the other workers."""
         with self.network.lock:
             lives = self.network.transports.pop(self.id, None) is not None
         self.stop()
@@ -167,18 +167,18 @@ class LocalTransport:
 
     # --- for the network ---------------------------------------------------------------------
 
-    def tell(self, event: Event) -> None:
+    def deliver(self, event: Event) -> None:
         """Put an event into the inbox."""
         with self._bell:
             self._inbox.append(event)
             self._bell.notify_all()
 
     def on_message(self, raw: bytes, memories: Sequence[torch.Tensor]) -> Work | None:
-        """Deal with a message."""
+        """Process a message."""
         return self.receiver.receive(_decoder.decode(raw), memories)
 
     def stop(self) -> None:
-        """Deal with nothing any more."""
+        """Stop processing events."""
         with self._bell:
             self._open = False
             self._bell.notify_all()
@@ -196,7 +196,7 @@ class LocalTransport:
             self._next(time.monotonic() + 60.0, _Ticket())
 
     def _next(self, until: float, ticket: _Ticket | Waiter) -> bool:
-        """Deal with an event; False: the ticket is done, or the time over, or all is."""
+        """Process an event; False if the ticket is done, the time is over, or this has stopped."""
         with self._bell:
             while self._open and not ticket.done and not self._inbox:
                 left = until - time.monotonic()
@@ -240,9 +240,9 @@ class Cluster:
     """Agents of one network, named worker0, worker1, ...
 
     Args:
-        size: How many.
+        size: Number of workers.
         random: See `Network`.
-        slots: How many calls each runs at a time.
+        slots: Number of calls that each worker runs at a time.
         how: Other arguments of `Agent`.
     """
 
@@ -260,12 +260,12 @@ class Cluster:
 
     @contextmanager
     def on(self, id: int) -> Iterator[Agent]:
-        """While within: this thread is one of that worker's program."""
+        """Make this thread one of a worker's program inside the block."""
         with using(self.agents[id]):
             yield self.agents[id]
 
     def everywhere(self, work: Callable[[int], Any]) -> list[Any]:
-        """Run something on all that live, each in a thread; return what they return.
+        """Run a function on all live workers, each in a thread, and return the results.
 
         Raises:
             Exception: The first error of one of them.

@@ -1,14 +1,14 @@
 """The plug-in for stock PyTorch: ``torch.distributed.init_process_group("dure")``.
 
-Importing this package registers the name with torch.distributed. It need not be imported: the
+Importing this package registers the name with torch.distributed. Programs need not import it: the
 entry point `torch.backends` of the distribution makes torch itself call `autoload` at the end of
-``import torch``. For that reason this file is light: it imports nothing of Dure, and what really
-makes a group (`create`, with all that it needs) is imported when the first group is made. A broken
-installation shows there, in the program that asked for "dure", and not in ``import torch``.
+``import torch``. So this file imports nothing of Dure; `create`, which makes groups, is imported
+with the first group. A broken installation then fails in programs that ask for "dure", and not in
+``import torch``.
 
-The parts: `create` chooses the engine and builds a group; `group.TorchGroup` is the object that
-torch.distributed works with, made of `identity` (who and what), `reductions`, `moves` and
-`messages` (the operations); `work` is a pending operation; `store` is torch's store in our terms.
+The parts: `create` and `engine` choose Dure's backend and build a group; `group.TorchGroup` is the
+object that torch.distributed uses, with properties in `identity` and operations in `reductions`,
+`moves` and `messages`; `work` is a pending operation; `store` adapts torch's store.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Any
 __all__ = ["NAME", "autoload", "make_default", "register", "register_dist2"]
 
 NAME = "dure"
-"""What programs give to `init_process_group`."""
+"""The backend's name, for `init_process_group`."""
 
 
 def register() -> None:
     """Register "dure" with torch.distributed for CPU tensors; a second call changes nothing.
 
-    Where torch was built without torch.distributed there is nothing to register with, and this
-    does nothing.
+    Does nothing if torch was built without torch.distributed.
 
     Cost:
         Microseconds, once torch is imported.
@@ -38,18 +37,18 @@ def register() -> None:
 
 
 def autoload() -> None:
-    """Do what the entry point `torch.backends` is for; importing this module has done it already.
+    """Register "dure"; torch calls this by the entry point `torch.backends`.
 
-    When a program imports this module first, torch calls this in the middle of `register`.
+    If a program imports this module before torch, torch calls this during `register`.
     """
     register()
 
 
 def make_default() -> None:
-    """Make "dure" what torch takes for CPU tensors where a program names no backend.
+    """Make "dure" torch's default backend for CPU tensors instead of Gloo.
 
-    Without this, that is Gloo: registering a backend for a device does not change its default,
-    and installing a package should not either. Programs that do name a backend are not touched.
+    Registering a backend does not change the default. Programs that name a backend are not
+    affected.
     """
     import torch.distributed as torch_dist  # lazy: torch loads this module while it is imported
 
@@ -59,7 +58,7 @@ def make_default() -> None:
 def register_dist2() -> None:
     """Register "dure" with torch's experimental `torch.distributed._dist2` as well.
 
-    Not done by `register`, because importing that module takes longer than all the rest.
+    `register` does not, because importing that module takes longer than everything else.
     """
     from torch.distributed import _dist2  # lazy: torch loads this module while it is imported
 
@@ -68,7 +67,7 @@ def register_dist2() -> None:
 
 
 def _create(options: Any, backend_options: object = None) -> Any:
-    """Make this rank's side of a group: what torch calls with `extended_api`."""
+    """Make this rank's side of a group; torch calls this (`extended_api`)."""
     from dure.torch_backend.create import create  # lazy: `import torch` must not pay for it
 
     return create(options, backend_options)
@@ -77,7 +76,7 @@ def _create(options: Any, backend_options: object = None) -> Any:
 def _create_dist2(
     store: Any, rank: int, world_size: int, timeout: Any, device: object, **options: object
 ) -> Any:
-    """Make this rank's side of a group: what torch's `_dist2` calls."""
+    """Make this rank's side of a group; torch's `_dist2` calls this."""
     from dure.torch_backend.create import create_dist2  # lazy: as in `_create`
 
     return create_dist2(store, rank, world_size, timeout, device, options)

@@ -1,8 +1,8 @@
-"""What torch's callers pass, in our terms: lists of one tensor, option objects, reductions, limits.
+"""Conversion of the arguments of torch's process groups to those of Dure's.
 
-Torch's process groups take tensors in lists (one for each device of a process, of which there is
-only one) and the rest in an options object; some forms take bare tensors and arguments instead.
-A time limit that was not set arrives as -1 ms.
+Torch's process groups take lists of tensors (one per device of the process, so here always one) and
+an options object; some forms take plain tensors and arguments instead. An unset time limit is
+-1 ms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dure.errors import UsageError
 __all__ = ["Mode", "mode_of", "only", "reduction_of", "root_of", "slots"]
 
 Mode = tuple[bool, timedelta | None]
-"""Whether to return before the operation is done, and how long to wait for it then, if limited."""
+"""Whether the call is asynchronous, and the time limit of its `wait` (None: the group's)."""
 
 _UNLIMITED = timedelta(0)
 _SUM = c10d.ReduceOp.SUM
@@ -35,7 +35,7 @@ _OTHERS = [
 
 
 def only(tensors: Any, op: str) -> Any:
-    """Return the one member of a list (a tensor, or a list of them); a bare tensor as it is."""
+    """Return the only element of a list (a tensor or a list of tensors); a tensor as it is."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -43,24 +43,24 @@ def only(tensors: Any, op: str) -> Any:
             "expected a list of one",
             op=op,
             seen=f"{len(tensors)} members",
-            fix="One process has one tensor; use a process for each device.",
+            fix="Pass one tensor per process; use one process per device.",
         )
     return tensors[0]
 
 
 def slots(lists: Any, op: str) -> Sequence[torch.Tensor]:
-    """Return the list of tensors that `lists` holds, or is."""
+    """Return the list of tensors in `lists`, or `lists` itself if it is a list of tensors."""
     if lists and isinstance(lists[0], torch.Tensor):
         return lists
     return only(lists, op)
 
 
 def reduction_of(opts: object) -> ReduceOp:
-    """Return the reduction that an options object holds, or that `opts` is; SUM for None."""
+    """Return the reduction of an options object, or `opts` itself; SUM for None."""
     if opts is None:
         return ReduceOp.SUM
     theirs: Any = getattr(opts, "reduceOp", opts)
-    if theirs == _SUM:  # torch's are objects whose hashes are all alike: no dictionary helps
+    if theirs == _SUM:  # no dictionary: all of torch's reductions have the same hash
         return ReduceOp.SUM
     for candidate, ours in _OTHERS:
         if theirs == candidate:
@@ -71,16 +71,16 @@ def reduction_of(opts: object) -> ReduceOp:
 
 
 def root_of(opts: object) -> int:
-    """Return the root's group rank, from an options object or a bare number; 0 for None."""
+    """Return the root's group rank from an options object or a number; 0 for None."""
     if opts is None:
         return 0
     return opts if isinstance(opts, int) else opts.rootRank  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def mode_of(opts: object, timeout: timedelta | None = None) -> Mode:
-    """Return how to run a call: what `asyncOp` says, unless it has a time limit of its own.
+    """Return the mode of a call: that of `asyncOp`, or asynchronous if it has a time limit.
 
-    A call with a limit is always started and then waited for, because the limit is the waiter's.
+    The limit applies to the `wait` of the work, so a call with a limit needs a work to wait for.
     """
     limit = getattr(opts, "timeout", None) if timeout is None else timeout
     if isinstance(limit, timedelta) and limit > _UNLIMITED:

@@ -1,9 +1,9 @@
-"""Keeping torch.compile out of the plug-in's own functions.
+"""Excluding the plug-in's functions from torch.compile.
 
-Dynamo follows a compiled program into every Python function it calls. It has nothing to gain in
-ours, and stops at the first thing it cannot model. `torch.compiler.disable` would keep it out, but
-costs a microsecond a call and loads the compiler when a group is made. Telling the interpreter's
-frame evaluator to run a function's code, and all that it calls, as it is costs nothing.
+Dynamo traces every Python function that a compiled program calls. Tracing ours gains nothing, and
+fails where Dynamo does not support something. `torch.compiler.disable` excludes a function, but
+costs 1 us per call, and imports the compiler when a group is made. A setting of Dynamo's frame
+evaluator excludes a function's code, and everything that it calls, at no cost.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def opaque(function: F) -> F:
-    """Make torch.compile run `function`, and what it calls, without looking into it.
+    """Exclude `function`, and the functions that it calls, from torch.compile.
 
-    Where this torch has no such switch, the function is returned as it is: compiled programs then
-    may fail to trace, and others see no difference.
+    If this version of torch has no such setting, the function is not changed, and compiled programs
+    that use the plug-in may fail to trace.
     """
     with suppress(ImportError, AttributeError):
         from torch._C._dynamo import eval_frame  # lazy: private, so it may be missing

@@ -1,4 +1,4 @@
-"""What torch calls to make a group, once a program has asked for "dure"."""
+"""The functions that torch calls to make a group of the backend "dure"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 
 from dure.errors import derive_from
 from dure.torch_backend import NAME
-from dure.torch_backend.engine import Plan
+from dure.torch_backend.engine import GroupRequest
 from dure.torch_backend.group import TorchGroup, make
 from dure.torch_backend.identity import live_groups
 
@@ -24,15 +24,15 @@ def create(options: Any, backend_options: object = None) -> TorchGroup:
     """Make this rank's side of the group that torch describes.
 
     Args:
-        options: Torch's `_DistributedBackendOptions`; no ranks mean the default group.
-        backend_options: What the program gave as `pg_options`.
+        options: Torch's `_DistributedBackendOptions`; an empty list of ranks is the default group.
+        backend_options: The program's `pg_options`.
 
     Raises:
-        RendezvousTimeout: A rank did not come; it is named.
+        RendezvousTimeout: Ranks did not arrive; `missing` has them.
         RendezvousError: The ranks of a host cannot share memory.
         Desync: The ranks do not agree on the group.
     """
-    plan = Plan(
+    request = GroupRequest(
         store=options.store,
         rank=options.group_rank,
         global_ranks=tuple(options.global_ranks_in_group or range(options.group_size)),
@@ -40,7 +40,7 @@ def create(options: Any, backend_options: object = None) -> TorchGroup:
         name=options.group_id or "",
         pg_options=backend_options,
     )
-    return make(plan, NAME)
+    return make(request, NAME)
 
 
 def create_dist2(
@@ -53,14 +53,14 @@ def create_dist2(
 ) -> TorchGroup:
     """Make this rank's side of a group for `torch.distributed._dist2`."""
     del device
-    plan = Plan(
+    request = GroupRequest(
         store=c10d.PrefixStore("dist2/", store),
         rank=rank,
         global_ranks=tuple(range(world_size)),
         timeout=timeout,
         pg_options=options or None,
     )
-    return make(plan, NAME)
+    return make(request, NAME)
 
 
 @atexit.register

@@ -1,9 +1,9 @@
-"""Which of our backends serves a group of torch's, and how the group is built on it.
+"""Choosing Dure's backend for a group of torch.distributed, and building the group.
 
-Ranks that share a host use shared memory; those of several hosts shared memory inside each host and
-Gloo between them; where our engine is not built for some rank, Gloo alone. All ranks must choose
-alike, and none can know alone: each one says in the store where it is and whether its
-engine can run, and all decide by the same rule on what all have said. DURE_BACKEND overrides it.
+The backend is shm if all ranks are on one host, hybrid (shm in each host, Gloo between them) if
+they are on several, and gloo if the native engine is missing on some rank. All ranks must choose
+the same: each writes its host, and whether its engine is available, to the store, and all apply the
+same rule to all entries. DURE_BACKEND overrides the choice.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from dure.store.base import Store
 from dure.store.identity import myself
 from dure.torch_backend.store import TorchStore
 
-__all__ = ["Plan", "build"]
+__all__ = ["GroupRequest", "build"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What torch wants a group to be.
+class GroupRequest:
+    """The group that torch asks for.
 
     Attributes:
-        store: Torch's store for this group and no other.
+        store: Torch's store, used only for this group.
         rank: Group rank of this process.
         global_ranks: Global rank of each group rank.
         timeout: How long an operation waits for its peers.
         name: The group's name, the same on all ranks.
-        desc: What the group is for.
+        desc: Description of the group.
         pg_options: Options of the backend.
     """
 
@@ -50,24 +50,24 @@ class Plan:
     pg_options: object = None
 
 
-def build(plan: Plan) -> ProcessGroup:
-    """Build our side of a group; every one of its ranks must do so.
+def build(request: GroupRequest) -> ProcessGroup:
+    """Build Dure's group for a request; all its ranks must call.
 
     Raises:
-        RendezvousTimeout: A rank did not come; it is named.
+        RendezvousTimeout: Ranks did not arrive; `missing` has them.
         Desync: The ranks do not agree on the group.
     """
-    store = TorchStore(plan.store)
+    store = TorchStore(request.store)
     spec = GroupSpec(
-        name=plan.name or "default",
-        global_ranks=plan.global_ranks,
-        backend=_choose(store, plan),
-        timeout=plan.timeout,
-        desc=plan.desc,
-        pg_options=plan.pg_options,
+        name=request.name or "default",
+        global_ranks=request.global_ranks,
+        backend=_choose(store, request),
+        timeout=request.timeout,
+        desc=request.desc,
+        pg_options=request.pg_options,
     )
-    # The world is thrown away: it is torch that knows which groups there are.
-    (group,) = create_groups(World(), store, plan.global_ranks[plan.rank], [spec])
+    # The world is not kept: torch keeps the list of groups.
+    (group,) = create_groups(World(), store, request.global_ranks[request.rank], [spec])
     group.in_torch = True
     try:
         begin_recording(store)
@@ -77,24 +77,24 @@ def build(plan: Plan) -> ProcessGroup:
     return group
 
 
-def _choose(store: Store, plan: Plan) -> str:
+def _choose(store: Store, request: GroupRequest) -> str:
     named = env.text("DURE_BACKEND")
     if named:
         return named
-    size = len(plan.global_ranks)
+    size = len(request.global_ranks)
     keys = [f"place/{r}" for r in range(size)]
     able = "able" if is_backend_available("shm") else "unable"
-    store.set(keys[plan.rank], f"{able} {myself().host_id}")
+    store.set(keys[request.rank], f"{able} {myself().host_id}")
     try:
-        store.wait(keys, plan.timeout)
+        store.wait(keys, request.timeout)
     except StoreTimeout as error:
         missing = tuple(r for r in range(size) if keys[r] in error.keys)
         raise RendezvousTimeout(
             "not all ranks came to create the group",
-            group=plan.name,
-            rank=plan.rank,
+            group=request.name,
+            rank=request.rank,
             world_size=size,
-            elapsed_s=plan.timeout.total_seconds(),
+            elapsed_s=request.timeout.total_seconds(),
             came=tuple(r for r in range(size) if r not in missing),
             missing=missing,
             fix="All ranks must create the same groups in the same order.",

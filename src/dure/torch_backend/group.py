@@ -9,19 +9,18 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from dure.comm.creation import as_timeout, check_ranks
-from dure.torch_backend.engine import Plan, build
-from dure.torch_backend.messages import Messages
+from dure.torch_backend.engine import GroupRequest, build
+from dure.torch_backend.messages import PointToPoint
 from dure.torch_backend.moves import Moves
-from dure.torch_backend.reductions import Reductions
+from dure.torch_backend.reductions import ReductionOperations
 
 __all__ = ["TorchGroup", "make"]
 
 
-class TorchGroup(Reductions, Moves, Messages):
-    """The ranks of one group, for torch.distributed.
+class TorchGroup(ReductionOperations, Moves, PointToPoint):
+    """A process group of torch.distributed that runs its operations on a group of Dure (`ours`).
 
-    All checks, copies to plain memory, numbers and traces are those of Dure's own `ProcessGroup`
-    (`ours`); this class turns torch's calls into its calls, and its works into torch's.
+    This class only converts torch's calls to calls of `ours`, and works of `ours` to torch's.
 
     Threads: one operation at a time; works may be used from any thread.
     """
@@ -39,11 +38,11 @@ class TorchGroup(Reductions, Moves, Messages):
 
         Args:
             ranks: Ranks of this group, in the order of their ranks in the new one.
-            timeout: This group's where None.
-            opts: Handed to the backend untouched.
-            group_name: The same on all members.
-            group_desc: What it is for.
-            device_types: The devices it is to serve; this backend serves one kind.
+            timeout: The new group's timeout; None for this group's.
+            opts: Options for the backend.
+            group_name: Name of the new group, the same on all members.
+            group_desc: Description of the new group.
+            device_types: Ignored: this backend serves one kind of device.
 
         Returns:
             The group; None on ranks outside it.
@@ -53,7 +52,7 @@ class TorchGroup(Reductions, Moves, Messages):
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{'-'.join(map(str, ranks))}"
-        plan = Plan(
+        request = GroupRequest(
             store=c10d.PrefixStore(f"{name}/", self.get_group_store()),
             rank=list(ranks).index(self.rank()),
             global_ranks=tuple(self.ours.global_ranks[r] for r in ranks),
@@ -62,7 +61,7 @@ class TorchGroup(Reductions, Moves, Messages):
             desc=group_desc or f"{self.group_desc}:split",
             pg_options=opts,
         )
-        return make(plan, self.name())
+        return make(request, self.name())
 
     splitGroup = split_group
 
@@ -74,18 +73,18 @@ class TorchGroup(Reductions, Moves, Messages):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> TorchGroup:
-        """Make one group of this one's ranks and those of others that use the same `store`.
+        """Make one group of the ranks of this group and of other groups that use the same store.
 
         Args:
             store: A store that all members of the new group share.
-            size: Ranks of the new group. They are numbered as they come.
-            timeout: This group's where None.
-            group_name: The same on all members.
-            group_desc: What it is for.
+            size: Number of ranks of the new group; they are numbered in the order of arrival.
+            timeout: The new group's timeout; None for this group's.
+            group_name: Name of the new group, the same on all members.
+            group_desc: Description of the new group.
         """
         name = group_name or "merged"
         rank = store.add(f"{name}/members", 1) - 1
-        plan = Plan(
+        request = GroupRequest(
             store=c10d.PrefixStore(f"{name}/", store),
             rank=rank,
             global_ranks=tuple(range(size)),
@@ -93,13 +92,13 @@ class TorchGroup(Reductions, Moves, Messages):
             name=name,
             desc=group_desc or f"{self.group_desc}:merge",
         )
-        return make(plan, self.name())
+        return make(request, self.name())
 
     def mergeRemoteGroup(self, store: c10d.Store, opts: Any, size: int) -> TorchGroup:
-        """Do `merge_remote_group`, as C++ calls it."""
+        """Call `merge_remote_group` with the arguments that C++ passes."""
         return self.merge_remote_group(store, size, opts.timeout, opts.group_name, opts.group_desc)
 
 
-def make(plan: Plan, backend_name: str) -> TorchGroup:
-    """Build this rank's side of a group; every one of its ranks must do so."""
-    return TorchGroup(build(plan), plan.store, backend_name)
+def make(request: GroupRequest, backend_name: str) -> TorchGroup:
+    """Build this rank's side of a group; all its ranks must call."""
+    return TorchGroup(build(request), request.store, backend_name)

@@ -1,9 +1,8 @@
-"""Who a group is, for torch.distributed: rank, size, names, devices, abilities, and its end.
+"""The properties and the lifetime of a group, for torch.distributed.
 
-Torch's `ProcessGroup` is a C++ class that dispatches to backends by device. A Python subclass takes
-its place as a whole: Python callers reach the methods below directly, C++ callers through a few of
-them (`getGroupName`, `splitGroup`, ... under their C++ names). What the base class would look up in
-a backend of its own is answered here, since there is none: the group is its own backend.
+Torch's `ProcessGroup` is a C++ class that dispatches to backends by device. Our Python subclass has
+no such backends and overrides every method. Python callers use its methods directly; C++ callers
+use those with C++ names, such as `getGroupName` and `splitGroup`.
 """
 
 from __future__ import annotations
@@ -24,33 +23,33 @@ from dure.comm.recording import end_recording
 from dure.comm.work import Work, combine
 from dure.errors import DeviceError
 from dure.torch_backend.calls import Mode
-from dure.torch_backend.work import Finished, Keeper, TorchWork
+from dure.torch_backend.work import CompletedWork, TorchWork, UnwaitedWorks
 
-__all__ = ["Identity", "NoBackendForDevice", "Options", "live_groups"]
+__all__ = ["BackendOptions", "NoBackendForDevice", "TorchGroupBase", "live_groups"]
 
 if TYPE_CHECKING:
     Base = object  # torch's stub names parameters otherwise than torch's callers do
 else:
     Base = c10d.ProcessGroup
 
-live_groups: weakref.WeakSet[Identity] = weakref.WeakSet()
-"""Groups that were made and not yet left; `create` leaves them when the program ends."""
+live_groups: weakref.WeakSet[TorchGroupBase] = weakref.WeakSet()
+"""Groups that exist; `create` closes them when the program ends."""
 
-_FINISHED = Finished()
+_COMPLETED = CompletedWork()
 
 
 class NoBackendForDevice(DeviceError, RuntimeError):
     """The group does not serve this kind of device; torch's callers expect a RuntimeError."""
 
 
-class Options:
-    """What `backend.options` is: torch and its users read and set these.
+class BackendOptions:
+    """The `backend.options` that torch and programs read and set.
 
     Args:
-        group: Whose options; setting `_timeout` changes its timeout.
+        group: The group; setting `_timeout` changes its timeout.
     """
 
-    def __init__(self, group: Identity) -> None:
+    def __init__(self, group: TorchGroupBase) -> None:
         self._group = group
         self.backend = group.name()
         self.group_name = group.group_name
@@ -64,23 +63,23 @@ class Options:
     def _timeout(self, timeout: timedelta) -> None:
         self._group.set_timeout(timeout)
 
-    def __deepcopy__(self, memo: object) -> Options:
-        """Return other options of the same group: `split_group` copies those of the parent."""
+    def __deepcopy__(self, memo: object) -> BackendOptions:
+        """Return new options of the same group: `split_group` copies those of the parent."""
         del memo
-        return Options(self._group)
+        return BackendOptions(self._group)
 
 
-class Identity(Base):
-    """What torch.distributed asks a group about itself.
+class TorchGroupBase(Base):
+    """The properties of a group, and the conversion of works.
 
     Args:
-        ours: The group that does the work.
-        store: The store that torch gave us for this group.
+        ours: The group of Dure that runs the operations.
+        store: Torch's store for this group.
         name: The backend's name.
 
     Attributes:
-        ours: The group that does the work, with all that Dure's own groups can do.
-        options: Its settings, as torch's backends have them.
+        ours: The group of Dure that runs the operations.
+        options: The settings that torch's backends have.
     """
 
     supports_splitting = True
@@ -92,9 +91,9 @@ class Identity(Base):
         super().__init__(ours.rank(), ours.size())  # pyright: ignore[reportCallIssue]
         self.ours, self._torch_store, self._backend_name = ours, store, name
         self._name, self._desc = ours.group_name, ours.desc
-        self._keeper, self._waiters = Keeper(), Waiters("dure-torch-future")
+        self._unwaited, self._waiters = UnwaitedWorks(), Waiters("dure-torch-future")
         self._process = os.getpid()
-        self.options = Options(self)
+        self.options = BackendOptions(self)
         live_groups.add(self)
 
     # ---------------------------------------------------------------- names
@@ -122,7 +121,7 @@ class Identity(Base):
 
     @property
     def group_desc(self) -> str:
-        """What the group is for."""
+        """The group's description."""
         return self._desc
 
     def getGroupName(self) -> str:
@@ -130,7 +129,7 @@ class Identity(Base):
         return self._name
 
     def getGroupDesc(self) -> str:
-        """Return what the group is for."""
+        """Return the group's description."""
         return self._desc
 
     def _set_group_name(self, name: str) -> None:
@@ -150,7 +149,7 @@ class Identity(Base):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in sorted(self.ours.device_types)]
 
-    def _get_backend(self, device: torch.device) -> Identity:
+    def _get_backend(self, device: torch.device) -> TorchGroupBase:
         if torch.device(device).type not in self.ours.device_types:
             raise NoBackendForDevice(
                 f"the group has no backend for {device}",
@@ -161,25 +160,25 @@ class Identity(Base):
         return self
 
     def get_group_store(self) -> c10d.Store:
-        """Return the store that torch gave us for this group."""
+        """Return torch's store for this group."""
         return self._torch_store
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Tell that there is no allocator of the group's own that torch could use."""
+        """Return False: the group has no allocator."""
         del device
         return False
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Do nothing: a group is connected when it has been made."""
+        """Do nothing: a new group is connected."""
 
     def _has_hooks(self) -> bool:
         return False
 
     def _wait_for_pending_works(self) -> None:
-        """Do nothing: there are no hooks that works would run."""
+        """Do nothing: works have no hooks."""
 
     def _enable_collectives_timing(self) -> None:
-        """Do nothing: `dure.trace` times every operation for who asks for it."""
+        """Do nothing: `dure.trace` measures the time of every operation."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: numbers start at 0 on all ranks."""
@@ -190,10 +189,10 @@ class Identity(Base):
     # ---------------------------------------------------------------- running an operation
 
     def _wrap(self, work: Work | None, mode: Mode, value: object = None) -> c10d.Work:
-        """Return torch's work for ours; for None, the one of an operation that is over."""
+        """Return torch's work for ours; for None, the work of a completed operation."""
         if work is None:
-            return _FINISHED
-        wrapped = TorchWork(work, self._keeper, self._waiters, mode[1], value)
+            return _COMPLETED
+        wrapped = TorchWork(work, self._unwaited, self._waiters, mode[1], value)
         if not mode[0]:
             wrapped.wait()
         return wrapped
@@ -205,14 +204,14 @@ class Identity(Base):
     def _joined(
         self, works: Sequence[Work | None], outputs: list[torch.Tensor], mode: Mode
     ) -> c10d.Work:
-        """Return one work for several of ours."""
+        """Return one of torch's works for several of ours."""
         ours = combine([w for w in works if w is not None], outputs, async_op=True)
         return self._wrap(ours, mode)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks, and name who does not come."""
+        """Wait for all ranks; the error names the ranks that did not arrive."""
         monitored_barrier(self.ours, timeout, wait_all_ranks)
 
     # ---------------------------------------------------------------- life
@@ -228,7 +227,7 @@ class Identity(Base):
         self._leave(abort=False)
 
     def abort(self) -> None:
-        """Leave the group at once, whatever is pending."""
+        """Leave the group without waiting for pending operations."""
         self._leave(abort=True)
 
     def _leave(self, abort: bool) -> None:
@@ -238,8 +237,8 @@ class Identity(Base):
         self.ours.close(abort)
         end_recording()
         self._waiters.close()
-        self._keeper.clear()
+        self._unwaited.clear()
 
     def leave_at_exit(self) -> None:
-        """Leave when the program ends without having done so, so that peers see it at once."""
+        """Leave at the end of a program that has not left the group, so that peers notice it."""
         self._leave(abort=True)

@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 
 from dure.comm.overlap import check_calls_apart
 from dure.torch_backend.calls import mode_of, only, root_of, slots
-from dure.torch_backend.identity import Identity
+from dure.torch_backend.identity import TorchGroupBase
 from dure.torch_backend.profiling import profiled
 
 __all__ = ["Moves"]
@@ -19,8 +19,8 @@ __all__ = ["Moves"]
 Tensors = Sequence[torch.Tensor]
 
 
-class Moves(Identity):
-    """Operations that copy the ranks' tensors to each other. `opts` are torch's options."""
+class Moves(TorchGroupBase):
+    """Operations that copy tensors between ranks. `opts` are torch's options."""
 
     @profiled("broadcast")
     def broadcast(
@@ -31,7 +31,7 @@ class Moves(Identity):
         *,
         root: int | None = None,
     ) -> c10d.Work:
-        """Copy the one tensor of `tensors` from the root to all."""
+        """Copy the only tensor of `tensors` from the root to all ranks."""
         mode = mode_of(opts, timeout)
         root = root_of(opts) if root is None else root
         return self._wrap(self.ours.broadcast(only(tensors, "broadcast"), root, mode[0]), mode)
@@ -40,7 +40,7 @@ class Moves(Identity):
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> c10d.Work:
-        """Copy the one tensor of `inputs` of rank i to place i of the list in `outputs`."""
+        """Copy the only tensor of rank i's `inputs` to element i of the list in `outputs`."""
         mode = mode_of(opts, timeout)
         places = slots(outputs, "all_gather")
         work = self.ours.all_gather(places, only(inputs, "all_gather"), mode[0])
@@ -77,7 +77,7 @@ class Moves(Identity):
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> c10d.Work:
-        """Run `allgather` for each of `inputs`; `output_lists[r]` is what came from rank r."""
+        """Run `allgather` for each of `inputs`; `output_lists[r]` gets the tensors of rank r."""
         mode = mode_of(opts)
         calls = list(zip(zip(*output_lists, strict=True), inputs, strict=True))
         check_calls_apart([(row, (tensor,)) for row, tensor in calls], "all_gather")
@@ -94,7 +94,7 @@ class Moves(Identity):
         *,
         root: int | None = None,
     ) -> c10d.Work:
-        """Copy the one tensor of `inputs` of rank i to place i of the list the root gives."""
+        """Copy the only tensor of rank i's `inputs` to element i of the root's list."""
         mode = mode_of(opts, timeout)
         root = root_of(opts) if root is None else root
         places = slots(outputs, "gather") if outputs else None
@@ -111,7 +111,7 @@ class Moves(Identity):
         *,
         root: int | None = None,
     ) -> c10d.Work:
-        """Copy place i of the list that the root gives to the one tensor of `outputs` of rank i."""
+        """Copy element i of the root's list to the only tensor of rank i's `outputs`."""
         mode = mode_of(opts, timeout)
         root = root_of(opts) if root is None else root
         places = slots(inputs, "scatter") if inputs else None

@@ -1,12 +1,11 @@
-"""Operations in torch's profiler, as its own backends show them: "dure:all_reduce", with shapes.
+"""Events of torch's profiler for operations, such as "dure:all_reduce", with shapes.
 
-Such an event begins in the call and ends when the operation has, on another thread: it is marked
-as asynchronous in a trace, so that it does not seem to contain what the caller does meanwhile.
-Torch's profiler follows an event to another thread by a future. A thread of the group's `Waiters`
-sets that future when the operation has ended, and whoever waits for the operation waits for the
-event's end too: else a profile could be closed before it, and the event be lost.
+An event starts in the call and ends with the operation, on another thread. It is marked as
+asynchronous, so that it does not contain the caller's later events. Torch's profiler needs a future
+to end an event on another thread. A thread of the group's `Waiters` sets it when the operation has
+ended; `wait` of the operation also waits for that, so that a profile does not end before the event.
 
-While nobody profiles, this costs one question for each call.
+Without a profiler, this costs one test per call.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ def profiled(name: str, inputs: int | None = 0) -> Callable[[Method], Method]:
     """Make a group's method appear in torch's profiler.
 
     Args:
-        name: The operation, as profiles show it after the backend's name.
-        inputs: Which argument's shapes are shown; None for no shapes.
+        name: Name of the operation, shown after the backend's name.
+        inputs: Index of the argument whose shapes are shown; None for no shapes.
     """
 
     def decorate(method: Method) -> Method:

@@ -11,22 +11,22 @@ from torch._C import _distributed_c10d as c10d
 
 from dure.comm.overlap import check_calls_apart
 from dure.torch_backend.calls import mode_of, only, reduction_of, slots
-from dure.torch_backend.identity import Identity
+from dure.torch_backend.identity import TorchGroupBase
 from dure.torch_backend.profiling import profiled
 
-__all__ = ["Reductions"]
+__all__ = ["ReductionOperations"]
 
 Tensors = Sequence[torch.Tensor]
 
 
-class Reductions(Identity):
+class ReductionOperations(TorchGroupBase):
     """Operations that combine the ranks' tensors. `opts` are torch's options, or a reduction."""
 
     @profiled("all_reduce")
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, op: Any = None
     ) -> c10d.Work:
-        """Reduce the one tensor of `tensors`, in place, on all ranks."""
+        """Reduce the only tensor of `tensors`, in place, on all ranks."""
         mode = mode_of(opts, timeout)
         tensor = only(tensors, "all_reduce")
         work = self.ours.all_reduce(tensor, reduction_of(opts if op is None else op), mode[0])
@@ -49,7 +49,7 @@ class Reductions(Identity):
         *,
         root: int = 0,
     ) -> c10d.Work:
-        """Reduce the one tensor of `tensors` into that of the root."""
+        """Reduce the only tensor of `tensors` into that of the root."""
         if isinstance(opts, int):
             opts, root = None, opts
         mode = mode_of(opts, timeout)

@@ -1,6 +1,6 @@
-"""Torch's key-value store, in our terms."""
+"""Torch's key-value store as a `Store`."""
 
-# ruff: noqa: D102 (what a method of a store does is said once, in `Store`)
+# ruff: noqa: D102 (the methods are documented in `Store`)
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["TorchStore"]
 class TorchStore(Store):
     """A store of torch.distributed (TCP, file, hash, or a prefix of one) as a `Store`.
 
-    Torch's stores say that time ran out by an error whose text differs with the kind of store;
-    what is missing is asked for afterwards, which tells a timeout from a lost connection.
+    The error of a timeout has a different text for each kind of store. So after an error, `wait`
+    asks which keys are missing; if that fails too, the connection is lost.
 
     Args:
-        store: Torch's store. It stays the caller's: `close` does not close it.
+        store: Torch's store. `close` does not close it.
 
-    Threads: those of torch's store; a TCP store does one thing at a time.
+    Threads: as torch's store; a TCP store serves one call at a time.
     """
 
     def __init__(self, store: c10d.Store) -> None:
@@ -65,8 +65,8 @@ class TorchStore(Store):
             "keys did not appear in time",
             keys=missing,
             elapsed_s=elapsed_s,
-            seen=f"waited for {', '.join(missing) or 'keys that have come meanwhile'}",
-            fix="See whether all ranks came this far.",
+            seen=f"waited for {', '.join(missing) or 'keys that have appeared since'}",
+            fix="Check that all ranks reach this call.",
         )
 
     def add(self, key: str, amount: int) -> int:

@@ -1,18 +1,17 @@
-"""A pending operation, as torch.distributed and the C++ behind it want to see one.
+"""A pending operation, for torch.distributed and its C++ code.
 
-**What C++ makes of a Python `Work`.** When C++ code (DDP's reducer, a functional collective) holds
-a work that Python code gave it, the Python half of the object can die while the C++ half lives on;
-its `wait` is then the base class's, which waits for something that never comes. So a work that is
-dropped before anybody waited for it is not let go: its finaliser hands it to a `Keeper`, which
-keeps it until it has ended, and then until some more have ended after it (without its tensors, if
-they are large).
+**Lifetime.** If C++ code (DDP's reducer, a functional collective) holds a work that was made in
+Python, the Python half of the object can be destroyed while the C++ half lives. `wait` is then the
+method of the base class, which waits forever. So the finalizer of a work that was never waited for
+passes it to `UnwaitedWorks`, which keeps it until it has ended, and until some later works have
+ended (without its tensors if they are large).
 
-**Errors in futures.** An error that Python sets on a future cannot be seen by C++, which goes on as
-if the operation had succeeded. An error raised inside a callback can. So `get_future` returns the
-outcome of a callback that raises where the operation failed.
+**Errors in futures.** C++ cannot see an error that Python sets on a future, and continues as if
+the operation had succeeded. It can see an error that a callback raises. So `get_future` returns the
+future of a callback that raises the operation's error.
 
-**Who waits.** A future is set by a thread that waits for the operation (`Waiters` of
-comm/futures.py): `get_future` returns at once, and the engine moves data without anyone waiting.
+**Threads.** A future is set by a thread that waits for the operation (`Waiters` of
+comm/futures.py): `get_future` returns at once, and the engine moves data without a waiting caller.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from dure.comm.futures import Waiters
 from dure.comm.work import Work
 from dure.torch_backend.compiling import opaque
 
-__all__ = ["Finished", "Keeper", "TorchWork"]
+__all__ = ["CompletedWork", "TorchWork", "UnwaitedWorks"]
 
 _REMEMBERED = 64
 _SMALL = 1 << 20
 
 
-class Keeper:
-    """Where works stay that were dropped before anybody waited for them (see the module's text).
+class UnwaitedWorks:
+    """Works that were dropped before a call of `wait` (see the module's docstring).
 
-    Threads: `keep` is called by finalisers, on any thread and at any point of a program.
+    Threads: finalizers call `keep`, on any thread and at any point of a program.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class Keeper:
         self._ended: deque[TorchWork] = deque(maxlen=_REMEMBERED)
 
     def keep(self, work: TorchWork) -> None:
-        """Keep `work`; look whether two of those kept before have ended."""
+        """Keep `work`, and check two older works for their end."""
         self._pending.append(work)
         for _ in range(2):
             try:
@@ -54,13 +53,13 @@ class Keeper:
             except IndexError:
                 return
             if oldest.is_completed():
-                oldest.let_go()
+                oldest.drop_large_tensors()
                 self._ended.append(oldest)
             else:
                 self._pending.append(oldest)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all works."""
         self._pending.clear()
         self._ended.clear()
 
@@ -69,15 +68,14 @@ class TorchWork(c10d.Work):
     """One of our `Work`s, as torch's.
 
     Args:
-        work: Ours.
-        keeper: Where this one goes if it is dropped unwaited.
-        waiters: Who sets futures.
-        limit: How long `wait` waits where its caller sets no limit; None for no limit but the
-            group's.
-        value: What the future holds, if not the list of outputs.
+        work: Our work.
+        unwaited: Keeps this work if it is dropped before a call of `wait`.
+        waiters: The threads that set futures.
+        limit: The default time limit of `wait`; None for the group's timeout.
+        value: The value of the future; None for the list of outputs.
 
     Attributes:
-        recorded: Set when a profile has noted the end, if one is taken.
+        recorded: Set when the profiler has recorded the end; None without a profiler.
 
     Threads: every method may be called from any thread.
     """
@@ -85,13 +83,13 @@ class TorchWork(c10d.Work):
     def __init__(
         self,
         work: Work,
-        keeper: Keeper,
+        unwaited: UnwaitedWorks,
         waiters: Waiters,
         limit: timedelta | None = None,
         value: object = None,
     ) -> None:
         super().__init__()
-        self._work, self._keeper, self._waiters = work, keeper, waiters
+        self._work, self._unwaited, self._waiters = work, unwaited, waiters
         self._limit, self._value = limit, value
         self.recorded: threading.Event | None = None
         self._waited = False
@@ -101,10 +99,10 @@ class TorchWork(c10d.Work):
     def __del__(self) -> None:
         if not self._waited:
             self._waited = True
-            self._keeper.keep(self)
+            self._unwaited.keep(self)
 
-    def let_go(self) -> None:
-        """Drop the tensors of an operation that has ended, if they are large."""
+    def drop_large_tensors(self) -> None:
+        """Drop the tensors of a successful operation if they are large."""
         if self.is_success() and sum(t.nbytes for t in self._work.result()) > _SMALL:
             self._work, self._value = Work(None, []), None
 
@@ -113,7 +111,7 @@ class TorchWork(c10d.Work):
         """Block until the operation has ended; raise its error.
 
         Args:
-            timeout: None, zero or less: no limit but the group's (C++ passes zero for that).
+            timeout: The time limit; None, zero or less for the default (C++ passes zero).
         """
         limit = timeout if timeout is not None and timeout > _NO_TIME else self._limit
         try:
@@ -137,15 +135,15 @@ class TorchWork(c10d.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Tell, without blocking, whether the operation has ended."""
+        """Return, without blocking, whether the operation has ended."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Tell whether the operation has ended well."""
+        """Return whether the operation has succeeded."""
         return self._work.is_success()
 
     def exception(self) -> BaseException | None:
-        """Return the error of an operation that failed."""
+        """Return the error of a failed operation."""
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
@@ -153,13 +151,13 @@ class TorchWork(c10d.Work):
         return self._work.result()
 
     def source_rank(self) -> int:
-        """Return who sent what was received, as a rank of the group."""
+        """Return the sender's rank in the group."""
         return self._work.source_rank()
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future of the outputs, at once; C++ sees its error too."""
+        """Return a future of the outputs without waiting; C++ sees its error, too."""
         with self._lock:
             if self._future is None:
                 done: torch.futures.Future[None] = torch.futures.Future()
@@ -181,8 +179,8 @@ class TorchWork(c10d.Work):
 _NO_TIME = timedelta(0)
 
 
-class Finished(c10d.Work):
-    """What a call returns that was done when it returned."""
+class CompletedWork(c10d.Work):
+    """The work of an operation that ended before its call returned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return at once."""
@@ -196,18 +194,18 @@ class Finished(c10d.Work):
         """Return at once."""
 
     def is_completed(self) -> bool:
-        """Tell that it has ended."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """Tell that it ended well."""
+        """Return True: a call that fails raises."""
         return True
 
     def exception(self) -> None:
-        """Return None: an operation that fails at once raises at once."""
+        """Return None: a call that fails raises."""
 
     def result(self) -> list[torch.Tensor]:
-        """Return nothing: the outputs are where the caller put them."""
+        """Return an empty list: the caller has the outputs."""
         return []
 
     def get_future(self) -> Any:

@@ -1,12 +1,13 @@
-"""What ranks did, and when: events for whoever listens, and the flight recorder.
+"""Tracing: hooks around every operation, and the flight recorder.
 
-* `events`: the one seam at which a recorder of communication or fault injection attaches.
-* `record`, `ring`, `flight`, `files`: the last operations of every rank, always kept, and written
-  down on an error, on SIGUSR2 (`signals`), or by `dump()`.
-* `spans`, `marks`: what a training step is made of, and what the program says of it, recorded on
-  request (`record_steps`); `publishing`: all of it once a second, for the page of a run.
-* `merging`, `findings`, `waiting`, `timeline`, `pipeline_steps`: the files of all ranks side by
-  side (`dure trace merge`, and the page).
+* `events`: hooks that are called at the start and the end of every operation; test recorders and
+  fault injection use them.
+* `record`, `ring`, `flight`, `files`: the last operations of every rank. They are always recorded,
+  and written to a file after an error, on SIGUSR2 (`signals`), or by `dump()`.
+* `spans`, `marks`: the phases of training steps, and values that the program reports for a step;
+  recorded on request (`record_steps`). `publishing`: writes all of these for the page of a run.
+* `merging`, `findings`, `waiting`, `timeline`, `pipeline_steps`: read and compare the files of all
+  ranks (`dure trace merge`, and the page).
 """
 
 from dure.trace.events import (

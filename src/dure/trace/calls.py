@@ -1,4 +1,4 @@
-"""Remote calls in the flight records of a job's workers: who calls whom, and how long it takes."""
+"""Remote calls in flight records, counted and timed by caller, callee and function."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dure.trace.spans import CALLS
 __all__ = ["Calls", "calls"]
 
 GROUP = "rpc"
-"""Under which calls are recorded; its ranks are the workers' ids."""
+"""Group name of the records of remote calls; its ranks are the workers' ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """The calls of one function that one worker has made to another.
+    """The calls of one function that one worker made to another.
 
     Attributes:
-        caller: The id of the worker that called.
-        callee: Of the one that was called.
-        function: Its name; "to_here" is fetching a value.
-        num_calls: How many there were, those under way included.
-        num_running: How many were under way.
-        mean_ms: From call to answer, of those that had ended; 0 if none had.
-        max_ms: The longest.
-        queued_ms: How long calls have waited for a thread of the callee's, on average; None: the
-            callee recorded no steps.
+        caller: Id of the calling worker.
+        callee: Id of the called worker.
+        function: Name of the function; "to_here" fetches a value.
+        num_calls: Number of calls, including running ones.
+        num_running: Number of calls without an answer yet.
+        mean_ms: Mean time from call to answer of the answered calls; 0 if there are none.
+        max_ms: The longest such time.
+        queued_ms: Mean time until a thread of the callee was free; None if the callee recorded no
+            steps.
     """
 
     caller: int
@@ -41,7 +41,7 @@ class Calls:
 
 
 def calls(flight: Flight) -> list[Calls]:
-    """Return all calls that the records have, those that took longest together first."""
+    """Return the calls in the records, sorted by total time, the longest first."""
     took: dict[tuple[int, int, str], list[float | None]] = {}
     for file in flight.ranks.values():
         for record in file.records:

@@ -1,17 +1,21 @@
-"""Where the flight recorder's files lie, and what is in one: format 1.
+"""Files of the flight recorder: where they are written, and their format (version 1).
 
-A file is one JSON object: its format (`format`, `version`, and in `needs` the releases that read
-it), which rank wrote it (`rank`, `world_size`, `host`, `boot`, `pid`, `job`),
-why (`reason`), two clocks read together (`clock`), the groups it was in, its records by their start
-(`records`, with the fields of `Record`), what its last steps were made of, where that was recorded
-(`spans`, with the fields of `Span`), what its program said of them (`marks`, with the fields of
-`Mark`), and the Python stack of each of its threads (`threads`,
-innermost frame last). Times are `time.monotonic_ns`, which all processes of a host share; `clock`
-relates them to the time of day, and so to other hosts.
+A file is one JSON object with these fields:
 
-Files are written under a temporary name and renamed, with mode 0600: they name files of the program
-and its functions. Without DURE_TRACE_DIR they lie below the user's state directory, a folder a job,
-of which the newest are kept.
+* `format`, `version`, `needs`: the format, and the releases that read it;
+* `rank`, `world_size`, `host`, `boot`, `pid`, `job`: the rank that wrote it;
+* `reason`: why it was written;
+* `clock`: two clocks read at the same time, `time.monotonic_ns` and the time of day. All other
+  times are `time.monotonic_ns`, which the processes of a host share; `clock` relates hosts;
+* `groups`: the groups that the rank is or was in;
+* `records`: its last operations by start time (`Record`);
+* `spans`, `marks`: phases of its last steps and values reported for them, if they were recorded
+  (`Span`, `Mark`);
+* `threads`: the Python stack of each thread, innermost frame last.
+
+Files are written under a temporary name and renamed, with mode 0600, because they name files and
+functions of the program. Without DURE_TRACE_DIR they are written below the user's state directory,
+one folder per job; the newest folders are kept.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ __all__ = ["CRASHED", "FORMAT", "VERSION", "Target", "target", "wanted", "write"
 FORMAT, VERSION = "dure-flight", 1
 _NEEDS = "dure>=0.2"
 CRASHED = "ended by "
-"""How the reason of a file begins whose rank an exception has ended; the exception follows."""
+"""Prefix of `reason` if an exception ended the rank; the exception follows."""
 _MAX_JOBS = 20
 _MAX_FRAMES = 100
 _OFF = "off"
@@ -49,7 +53,7 @@ _serial = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where to write: a folder, and the file in it where that was named."""
+    """Where to write: a folder, and the name of the file if the user gave one."""
 
     folder: Path
     name: str = ""
@@ -64,12 +68,12 @@ def _nameless() -> str:
 
 
 def wanted() -> bool:
-    """Tell whether errors are to be followed by a dump."""
+    """Return whether ranks write a file after an error."""
     return (env.text("DURE_TRACE_DIR") or "").lower() != _OFF
 
 
 def target(directory_or_path: Path | str | None, job: str) -> Target:
-    """Return where to write; what is not named is DURE_TRACE_DIR or the job's own folder."""
+    """Return where to write; the default is DURE_TRACE_DIR, else a folder of the job."""
     if directory_or_path is not None:
         path = Path(directory_or_path)
         if path.suffix == ".json":
@@ -95,7 +99,7 @@ def _folder_name(job: str) -> str:
 
 
 def _prune(jobs: Path, mine: Path) -> None:
-    """Remove the files of all jobs but the newest; whatever else lies there stays."""
+    """Remove flight records of old jobs; other files are kept."""
     with suppress(OSError):
         others = [p for p in jobs.iterdir() if p.is_dir() and not p.is_symlink() and p != mine]
         others.sort(key=lambda p: p.stat().st_mtime, reverse=True)
@@ -118,17 +122,17 @@ def write(
     job: str,
     reason: str,
 ) -> Path:
-    """Write the file of one rank; a reader sees the old one or the new one, whole.
+    """Write the file of one rank, atomically: a reader sees the complete old or new file.
 
     Args:
-        to: Where.
-        rank: Global rank; -1 where there is none (yet).
-        groups: Groups that it is or was in.
+        to: Where to write.
+        rank: Global rank; -1 if the process has no rank yet.
+        groups: Groups that the rank is or was in.
         records: Its last operations.
-        spans: What its last steps were made of, where that was recorded.
-        marks: What its program said of its steps.
+        spans: Phases of its last steps.
+        marks: Values that its program reported for steps.
         job: Name of the job.
-        reason: Why it is written.
+        reason: Why the file is written.
 
     Returns:
         The file.
@@ -156,7 +160,7 @@ def write(
     }
     to.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = to.file(rank)
-    # A name of this dump's own: a signal handler may dump while its thread does.
+    # The name is unique: a signal handler may interrupt a dump and write another.
     fresh = path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}.part")
     try:
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -170,7 +174,7 @@ def write(
 
 
 def _boot() -> str:
-    """Return what tells this host's clock from that of every other; empty where it is not known."""
+    """Return the id of this boot of the host, whose processes share a clock; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

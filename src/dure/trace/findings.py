@@ -1,15 +1,16 @@
-"""What the flight records of a job's ranks say when they are laid side by side.
+"""Comparison of the flight records of all ranks of a job.
 
-The collectives of a group are numbered alike on all ranks, so they can be compared by number:
+The collectives of a group have the same numbers on all ranks, so they are compared by number:
 
-* *differences*: the first number under which the ranks called different things (another operation,
-  dtype, root or reduction; another size, where sizes must agree);
-* *absences*: a rank that has not called what others have; what it called last, and where it is now;
-* *waits*: a rank whose last operation is a message that its peer has not met;
-* *arrivals*: who comes last, how often, and how long the first to come waits for it.
+* *differences*: the first number at which ranks called different things (operation, dtype, root,
+  reduction, or size if sizes must be equal);
+* *absences*: a rank that has not made a call that others have made; its last call, and its current
+  place in the program;
+* *waits*: a rank whose last operation is a message that its peer has not matched;
+* *arrivals*: how often each rank arrived last, and how long the first rank waited.
 
-A ring forgets: numbers before a rank's oldest record are not held against it. Only the first
-difference of a group counts; what follows it is mostly its consequence.
+A ring drops old records, so a number before a rank's oldest record is no absence. Only the first
+difference of a group is reported; later ones mostly follow from it.
 """
 
 from __future__ import annotations
@@ -41,30 +42,30 @@ _EQUAL_SIZES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """The collectives of one group: members (global ranks), and their records by number."""
+    """The collectives of one group: the global ranks of its members, and records by number."""
 
     name: str
     members: tuple[int, ...]
     calls: dict[int, dict[int, Record]]
-    """For each member that left a file, its records by number."""
+    """Records by number, for each member that has a file."""
 
     @property
     def numbers(self) -> list[int]:
-        """Every number that some member remembers."""
+        """Every number for which some member has a record."""
         return sorted({seq for calls in self.calls.values() for seq in calls})
 
     def last(self, rank: int) -> int:
-        """Return the number of a member's last call; 0 where it made none that it remembers."""
+        """Return the number of a member's last recorded call; 0 if it has none."""
         return max(self.calls.get(rank, {}), default=0)
 
     def at(self, seq: int) -> dict[int, Record]:
-        """Return what each member called under a number."""
+        """Return each member's call with a number."""
         return {rank: calls[seq] for rank, calls in self.calls.items() if seq in calls}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first number under which the members of a group called different things."""
+    """The first number at which the members of a group made different calls."""
 
     group: str
     seq: int
@@ -82,18 +83,18 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """A member that has not called what others have.
+    """A member that has not made a call that other members have made.
 
     Attributes:
         group: The group.
         rank: The member's global rank.
-        missed: What others called first without it.
-        called_by: Global ranks of those others.
+        missed: The first of the other members' calls.
+        called_by: Global ranks of the members that made the call.
         last: The member's last call in any group.
-        before_s: Seconds from `last` to the first of the others' calls; negative if it came later.
-        now: Where the member's main thread was when it wrote its file.
-        has_file: Whether it left a file at all.
-        failure: The exception that ended it, if its file says so.
+        before_s: Seconds from `last` to `missed`; negative if `last` is later.
+        now: The frame of the member's main thread when it wrote its file.
+        has_file: Whether the member wrote a file.
+        failure: The exception that ended its program, if its file has one.
     """
 
     group: str
@@ -132,13 +133,13 @@ class Absence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """A rank that waits in a message for its peer, or did until the time was up or the peer gone.
+    """A rank that waits for its peer in a message, or waited until a timeout or the peer's end.
 
     Attributes:
-        rank: Its global rank.
-        peer: The peer's.
+        rank: Global rank of the waiting rank.
+        peer: Global rank of its peer.
         call: The message.
-        mutual: The peer waits as well, in the end for this rank: nobody can go on.
+        mutual: Whether the peer waits for this rank, directly or through others: a deadlock.
     """
 
     rank: int
@@ -154,9 +155,16 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """How a member comes to the collectives that all members with a file remember.
+    """When a member arrives at the collectives that all members with a file have recorded.
 
-    `late_s` are the mean and the most seconds after the first to come; `worst` is the latter's.
+    Attributes:
+        group: The group.
+        rank: The member's global rank.
+        num_calls: Number of these collectives.
+        num_last: How often the member arrived last.
+        mean_late_s: Mean seconds after the first rank to arrive.
+        max_late_s: The most seconds after the first rank to arrive.
+        worst: The call with `max_late_s`.
     """
 
     group: str
@@ -170,19 +178,19 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that was found; empty lists mean that nothing was."""
+    """The result of `study`."""
 
     groups: tuple[GroupView, ...]
     differences: tuple[Difference, ...]
     absences: tuple[Absence, ...]
     arrivals: tuple[Arrivals, ...]
     failures: tuple[Record, ...]
-    """The first operation of each rank that failed."""
+    """The first failed operation of each rank."""
     waits: tuple[Wait, ...] = ()
 
     @property
     def sentences(self) -> list[str]:
-        """What did not match, in words."""
+        """Differences, absences and waits, as sentences."""
         return [*map(str, self.differences), *map(str, self.absences), *map(str, self.waits)]
 
 
@@ -202,7 +210,7 @@ def study(flight: Flight) -> Findings:
 
 
 def _waits(flight: Flight) -> tuple[Wait, ...]:
-    """Return the message of each rank that did not end, if it did nothing else after it."""
+    """Return each rank's last message, if it has not ended and the rank called nothing after it."""
     found: dict[int, Wait] = {}
     for rank, file in flight.ranks.items():
         members = {group.name: group.ranks for group in file.groups}
@@ -213,11 +221,11 @@ def _waits(flight: Flight) -> tuple[Wait, ...]:
                 found.pop(rank, None)
             elif call.is_message and not ended and 0 <= (call.peer or 0) < len(peers):
                 found[rank] = Wait(rank=rank, peer=peers[call.peer or 0], call=call)
-    return tuple(replace(wait, mutual=_comes_back(rank, found)) for rank, wait in found.items())
+    return tuple(replace(wait, mutual=_in_cycle(rank, found)) for rank, wait in found.items())
 
 
-def _comes_back(rank: int, waits: dict[int, Wait]) -> bool:
-    """Tell whether following who waits for whom leads from `rank` to itself."""
+def _in_cycle(rank: int, waits: dict[int, Wait]) -> bool:
+    """Return whether `rank` waits for itself through a chain of waiting ranks."""
     at, seen = rank, set[int]()
     while at in waits and at not in seen:
         seen.add(at)
@@ -254,8 +262,8 @@ def _first_difference(group: GroupView) -> Difference | None:
 
 
 def _differing(calls: Sequence[Record]) -> tuple[str, ...]:
-    """Name what differs between calls that belong together."""
-    # The forms of an operation meet each other: a list of tensors here, one tensor there.
+    """Return the names of the properties in which calls with one number differ."""
+    # The forms of an operation match each other: a list of tensors here, one tensor there.
     if _differ(c.op.removesuffix("_single") for c in calls):
         return ("operation",)
     sized = all(c.op in _EQUAL_SIZES for c in calls) or any(c.error == "Desync" for c in calls)
@@ -265,7 +273,7 @@ def _differing(calls: Sequence[Record]) -> tuple[str, ...]:
         "root": _differ(c.peer for c in calls),
         "reduction": _differ(c.reduction for c in calls),
     }
-    return tuple(what for what, differs in found.items() if differs)
+    return tuple(name for name, differs in found.items() if differs)
 
 
 def _differ(values: Iterable[object]) -> bool:
@@ -277,7 +285,7 @@ def _absences(flight: Flight, group: GroupView) -> list[Absence]:
     numbers = group.numbers
     for rank in group.members:
         later = bisect_right(numbers, group.last(rank))
-        if rank not in flight.ranks:  # what it called nobody knows: show what others called last
+        if rank not in flight.ranks:  # its calls are unknown: show the others' last call
             later = len(numbers) - 1
         if not 0 <= later < len(numbers):
             continue

@@ -1,16 +1,16 @@
-"""Flight recorder: what every rank did last, kept always, and written down when something is wrong.
+"""Flight recorder: the last operations of every rank, written to files after an error.
 
-A *source* keeps the last operations of one rank in one group: the shm engine's own ring, or a
-`FlightRing`. Sources are known here from `add_source` until `retire`, weakly; what a retired one
-kept survives it, because the end of a group is when its story is wanted.
+A *source* records the last operations of one rank in one group: the ring of the shm engine, or a
+`FlightRing`. The recorder refers to a source weakly from `add_source` until `retire`. It keeps the
+records of retired sources, because they are most useful after a group has ended.
 
-A *dump* writes the last `CAPACITY` operations of each rank of this process, and where its threads
-are now, to one JSON file a rank (`files`). It happens when the program asks (`dump`), when somebody
-sends SIGUSR2 (`signals`), and when an operation of a group first fails because of other ranks
-(`on_error`), in which case a note in the error says where the file is. `dure trace merge` reads the
-files of all ranks.
+A *dump* writes the last `CAPACITY` operations of each rank of this process, and the stacks of its
+threads, to one JSON file per rank (`files`). There are three reasons for a dump: the program calls
+`dump`, the process gets SIGUSR2 (`signals`), or an operation of a group fails for the first time
+because of other ranks (`on_error`), which adds a note with the file's path to the error.
+`dure trace merge` reads the files of all ranks.
 
-Threads: everything here may be called from any thread, and from a signal handler.
+Threads: every function may be called from any thread, and from a signal handler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dure.trace import files
 from dure.trace.marks import Mark, Marks
 from dure.trace.record import Origin, Record, Source
 from dure.trace.ring import CAPACITY, FlightRing, Noted
-from dure.trace.spans import Keeper
+from dure.trace.spans import SpanRecorder
 
 __all__ = [
     "CAPACITY",
@@ -64,27 +64,24 @@ _ERRORS = (Desync, PeerLost, CommTimeout)
 
 
 class _Recorder:
-    """All sources of the process, and what retired ones kept."""
+    """The sources of the process, and the records of retired ones."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: the process is a forked child, and the groups are its parent's.
-
-        So is whoever held the lock at that moment.
-        """
+        """Start empty: in a forked child, groups and lock belong to the parent's threads."""
         self.lock = threading.RLock()  # a signal handler may dump while its thread is in here
         self.sources: WeakSet[Source] = WeakSet()
         self.retired: dict[int, deque[Record]] = {}
         self.origins: deque[Origin] = deque(maxlen=64)
         self.dumped: dict[tuple[str, int], Path | None] = {}
-        self.spans = Keeper()
+        self.spans = SpanRecorder()
         self.marks = Marks()
         self.job = ""
 
     def known(self) -> dict[int, list[Origin]]:
-        """Return every rank of the process with the groups that it is, or was lately, in."""
+        """Return the ranks of this process, each with its current and recent groups."""
         with self.lock:
             origins = [*self.origins, *(s.origin for s in list(self.sources))]
         found: dict[int, dict[str, Origin]] = {}
@@ -93,7 +90,7 @@ class _Recorder:
         return {rank: list(groups.values()) for rank, groups in found.items()}
 
     def records(self, rank: int, last: int | None = None) -> list[Record]:
-        """Return the last operations of a rank, by their start; `last`: so many of each source."""
+        """Return the last operations of a rank by start time; at most `last` of each source."""
         with self.lock:
             found = list(self.retired.get(rank, ()))[-last if last else 0 :]
             sources = [s for s in list(self.sources) if s.origin.global_rank == rank]
@@ -107,7 +104,7 @@ os.register_at_fork(after_in_child=_recorder.clear)
 
 
 def add_source(source: Source) -> None:
-    """Let dumps show what `source` keeps; it is held weakly."""
+    """Include the records of `source` in dumps; the recorder refers to it weakly."""
     origin = source.origin
     with _recorder.lock:
         _recorder.sources.add(source)
@@ -115,7 +112,7 @@ def add_source(source: Source) -> None:
 
 
 def retire(source: Source) -> None:
-    """Keep what `source` has kept, and let go of it; nothing happens where it is not known."""
+    """Copy the records of `source` and drop it; an unknown source is ignored."""
     with _recorder.lock:
         if source not in _recorder.sources:
             return
@@ -127,21 +124,21 @@ def retire(source: Source) -> None:
 
 
 def forget(source: Source) -> None:
-    """Let go of `source`: what it keeps is part of operations that another one keeps."""
+    """Drop `source` without its records: they are parts of operations of another source."""
     with _recorder.lock:
         _recorder.sources.discard(source)
 
 
 def renumber(group: str, rank: int, global_ranks: tuple[int, ...]) -> None:
-    """Go on with new global ranks, after all groups but one were left.
+    """Use new global ranks, after all groups except one were destroyed.
 
-    What was done under the old numbers is forgotten, and the job has another name from here on: the
-    files of both would not fit together.
+    Records with the old ranks are dropped, and the job gets another name, because files with old
+    and new ranks must not be merged.
 
     Args:
-        group: The group that is left.
-        rank: This rank's old number.
-        global_ranks: The new number of each rank of the group.
+        group: The remaining group.
+        rank: This rank's old global rank.
+        global_ranks: The new global rank of each rank of the group.
     """
     with _recorder.lock:
         _recorder.retired.pop(rank, None)
@@ -155,23 +152,38 @@ def renumber(group: str, rank: int, global_ranks: tuple[int, ...]) -> None:
 
 
 def set_job(name: str) -> None:
-    """Name the job whose ranks these are, so that the files of its ranks come to lie together."""
+    """Set the name of this process's job; the files of a job are written to one folder."""
     _recorder.job = name
 
 
 def job() -> str:
-    """Return the name of the job; empty where there is none."""
+    """Return the name of the job; empty if there is none."""
     return _recorder.job
 
 
 def recording() -> bool:
-    """Tell whether any group of this process is being recorded."""
+    """Return whether any group of this process is being recorded."""
     with _recorder.lock:
         return len(_recorder.sources) > 0
 
 
 def recorded(rank: int | None = None) -> list[Record]:
-    """Return the last operations of a global rank, or of all ranks of this process."""
+    """Return the last operations that this process has recorded, by start time.
+
+    Args:
+        rank: Only those of this global rank; None for all ranks of this process.
+
+    Returns:
+        At most 2,000 records per rank.
+
+    Example:
+        ```python
+        from dure import trace
+
+        dist.barrier()
+        assert trace.recorded()[-1].op == "barrier"
+        ```
+    """
     ranks: Iterable[int] = _recorder.known() if rank is None else [rank]
     found = [record for r in ranks for record in _recorder.records(r)]
     return sorted(found, key=lambda r: r.start_ns)
@@ -183,19 +195,26 @@ def dump(
     rank: int | None = None,
     reason: str = "dump()",
 ) -> Path:
-    """Write what the ranks of this process did last, one JSON file a rank (`rank3.json`).
+    """Write the last operations of this process's ranks, one JSON file per rank (`rank3.json`).
 
     Args:
-        directory_or_path: A directory (made if missing), or the file, where its name ends with
-            ".json". None: DURE_TRACE_DIR, or the job's folder in the user's state directory.
-        rank: Write for this global rank alone.
-        reason: Why, as the file tells its reader.
+        directory_or_path: A directory, which is created if it is missing, or a file if the name
+            ends with ".json". None: DURE_TRACE_DIR, or the job's folder in the user's state
+            directory.
+        rank: Only this global rank; None for all ranks of this process.
+        reason: The reason that is written into the file.
 
     Returns:
-        The file; the directory, where the process has several ranks (threads).
+        The file; the directory if the process has several ranks (threads).
 
     Raises:
-        OSError: It could not be written.
+        OSError: The file could not be written.
+
+    Example:
+        ```python
+        path = trace.dump(Path("traces"))
+        assert path.name == f"rank{dist.get_rank()}.json"
+        ```
     """
     known = _recorder.known()
     ranks = sorted(known) if rank is None else [rank]
@@ -218,15 +237,28 @@ def dump(
 
 @contextmanager
 def record_steps(directory: Path | str | None = None) -> Generator[None]:
-    """Record what steps are made of, for the block: phases, and the buckets of gradients.
+    """Record the phases of training steps and the buckets of gradients while the block runs.
 
-    `DistributedDataParallel` and `StepMeter` tell of them; `dump` writes the last of them beside
-    the operations, and ``dure trace merge DIRECTORY -o timeline.json`` draws all ranks together.
+    `DistributedDataParallel`, `StepMeter`, sharded modules and pipelines emit them. `dump` writes
+    the last ones along with the operations, and ``dure trace merge DIRECTORY -o timeline.json``
+    draws all ranks on one timeline.
 
     Args:
-        directory: Dump there at the end, however the block ends; a file a rank.
+        directory: Write one file per rank to this directory at the end of the block, also after an
+            exception; None writes nothing.
 
-    Cost: some 2 microseconds a phase or bucket, inside the block alone.
+    Raises:
+        OSError: The file could not be written.
+
+    Cost: about 2 us per phase or bucket, only inside the block.
+
+    Example:
+        ```python
+        model = dist.DistributedDataParallel(torch.nn.Linear(4, 2))
+        with trace.record_steps("steps"):
+            model(torch.ones(3, 4)).sum().backward()
+        assert Path(f"steps/rank{dist.get_rank()}.json").exists()
+        ```
     """
     read_steps(True)
     try:
@@ -238,27 +270,27 @@ def record_steps(directory: Path | str | None = None) -> Generator[None]:
 
 
 def read_steps(wanted: bool) -> None:
-    """Keep spans and marks from now on, or no longer, where nobody else wants them."""
+    """Add (or, if `wanted` is false, remove) a reader of spans and marks."""
     (_recorder.spans.start if wanted else _recorder.spans.stop)()
     _recorder.marks.num_readers += 1 if wanted else -1
 
 
-def mark(what: Mark) -> None:
-    """Keep what the program says of a step, if somebody reads."""
-    _recorder.marks.keep(what)
+def mark(values: Mark) -> None:
+    """Record the values that the program reports for a step, if there is a reader."""
+    _recorder.marks.keep(values)
 
 
 def publish(folder: Path, reason: str, most: tuple[int, int, int]) -> None:
-    """Write the newest of each rank of this process, in short.
+    """Write the newest records of each rank of this process.
 
     Args:
-        folder: Where; a file a rank.
-        reason: Why, as the files tell their reader.
-        most: How many operations of each group, and spans and marks of each rank, at most; of
-            the latter those of the last seconds.
+        folder: The folder of the files, one per rank.
+        reason: The reason that is written into the files.
+        most: Upper bounds: operations of each group, spans of each rank, marks. Spans and marks
+            are those of the last seconds.
 
     Raises:
-        OSError: It could not be written.
+        OSError: A file could not be written.
     """
     known = _recorder.known() or {env.integer("RANK", -1) or 0: []}
     records, spans, marks = most
@@ -271,28 +303,29 @@ def publish(folder: Path, reason: str, most: tuple[int, int, int]) -> None:
             records=_recorder.records(rank, records),
             spans=_lately(_recorder.spans.of(rank, spans), lambda span: span.end_ns > since_ns),
             marks=_lately(_recorder.marks.last(marks), lambda mark: mark.time_ns > since_ns),
-            job=_recorder.job or env.text("DURE_LAUNCHER") or "",  # the world may be left
+            job=_recorder.job or env.text("DURE_LAUNCHER") or "",  # the world may be destroyed
             reason=reason,
         )
 
 
 def _lately(found: list[T], is_new: Callable[[T], bool]) -> list[T]:
-    """Return what is new, and some more where little is: a step may take minutes."""
+    """Return the new elements, but at least the last few: a step may take minutes."""
     num_new = sum(map(is_new, found))
     return found[-max(num_new, _AT_LEAST) :]
 
 
 def on_crash(error: BaseException) -> None:
-    """Dump where DURE_TRACE_DIR asks for it: `error` ends this rank's program. Never raises.
+    """Dump to DURE_TRACE_DIR, if it is set, before `error` ends this rank's program. Never raises.
 
-    A rank that fails outside of an operation (in `new_group`, in a file's reading) leaves no other
-    word, and would look as one that was killed.
+    Without this file, a rank that fails outside an operation (as it reads a data file, say) would
+    look like a killed one.
     """
     if not env.text("DURE_TRACE_DIR") or not files.wanted() or isinstance(error, SystemExit):
         return
     with suppress(Exception):
         if _recorder.known() and not any(_recorder.dumped.values()):
-            _recorder.job = _recorder.job or env.text("DURE_LAUNCHER") or ""  # the world was left
+            # The world may have been destroyed.
+            _recorder.job = _recorder.job or env.text("DURE_LAUNCHER") or ""
             try:
                 dump(reason=f"{files.CRASHED}{type(error).__name__}: {error}")
             except OSError as e:
@@ -300,14 +333,14 @@ def on_crash(error: BaseException) -> None:
 
 
 def on_error(error: DureError, rank: int | None = None) -> None:
-    """Dump once for each group that fails here because of other ranks; note in `error` where.
+    """Dump once for each group that fails because of other ranks, and add the path to `error`.
 
-    Never raises, so that nothing hides the error itself. Does nothing for other kinds of errors,
+    Never raises, so that `error` itself is not hidden. Does nothing for other kinds of errors,
     or with DURE_TRACE_DIR=off.
 
     Args:
-        error: What is about to be raised.
-        rank: Global rank that it is raised on; None where the process has only one.
+        error: The error that is about to be raised.
+        rank: Global rank that raises it; None if the process has only one rank.
     """
     if not isinstance(error, _ERRORS) or error.group is None or not files.wanted():
         return

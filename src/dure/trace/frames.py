@@ -1,12 +1,12 @@
-"""Whose code a frame of a stack is: the program's own, or a library's.
+"""Decides whether a stack frame belongs to the user's program or to a library.
 
-A frame is the *library's* if its file belongs to Dure, torch or Python's standard library. Every
-part of the package that reports a line of the program asks here: call sites of operations (the
-native engine has `library_folders`), stacks of threads, tracebacks.
+A *library* frame is in a file of Dure, torch or Python's standard library. Every part of the
+package that reports a line of the program decides here: call sites of operations (the native engine
+gets `library_folders`), stacks of threads, tracebacks.
 
-An *installed* file is of any package in `site-packages`. It may be the program, so a stack's line
-is the innermost that is neither the library's nor installed; if there is none, the innermost that
-is not the library's (`user_frame`).
+An *installed* file is in `site-packages`. It may still be the program. So the reported line is that
+of the innermost frame that is neither a library's nor installed; if there is none, that of the
+innermost frame that is not a library's (`user_frame`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 @functools.cache
 def library_folders() -> tuple[tuple[str, bool], ...]:
-    """Return beginnings of paths, and whether files there are the library's; the longest first.
+    """Return path prefixes, the longest first, and whether files below them are a library's.
 
-    The first beginning that a path has decides. Other paths are not the library's.
+    The first matching prefix decides; a path without one is not a library's.
     """
     dure = Path(__file__).parent.parent
     spec = importlib.util.find_spec("torch")
@@ -45,8 +45,8 @@ def library_folders() -> tuple[tuple[str, bool], ...]:
 def is_library(file: str) -> bool:
     """Return whether `file` belongs to Dure, torch or the standard library.
 
-    A checkout of the user's does not, whatever the folders above it are called. The file may be
-    another machine's, of which the usual folders are known.
+    A source checkout of the user does not, even below a folder with such a name. The file may be of
+    another machine, where only the usual folders are recognized.
     """
     for beginning, library in library_folders():
         if file.startswith(beginning):
@@ -66,7 +66,7 @@ def is_installed(file: str) -> bool:
 
 
 def user_frame(files: Sequence[str]) -> int | None:
-    """Return which frame of a stack is the program's, as an index; None if none is.
+    """Return the index of the frame of the program in a stack; None if there is none.
 
     Args:
         files: The files of the stack's frames, the innermost first.

@@ -1,19 +1,19 @@
-"""The line to the launcher: what a rank of `dure run` tells of itself while it runs.
+"""Status messages from a rank to its launcher (`dure run`).
 
-The launcher gives each rank a pipe, which `child.py` makes known as `__dure_line__`. Four
-things go through it from here, a JSON object a line each:
+The launcher gives each rank a pipe, which `child.py` publishes as module `__dure_line__`. A rank
+sends four kinds of messages, each a JSON object on one line:
 
-- `progress`: the step that the program has come to, if it says so (`dure.progress`, `StepMeter`);
-- `answers`: that this rank will tell its last operation when it is asked for its stack;
-- `elastic`: that it has entered `dure.elastic.run`, or waits there for a new group;
-- `last`: that operation, upon the launcher's signal, or when the rank crashes.
+- `progress`: the number of a finished step (`dure.progress`, `StepMeter`);
+- `answers`: this rank will report its last operation when the launcher asks for its stack;
+- `elastic`: this rank has entered `dure.elastic.run`, or waits there for a new group;
+- `last`: the last operation, sent after the launcher's signal or before the rank crashes.
 
-The signal is faulthandler's, which writes the stack in C and then calls the handler it replaced.
-So the Python handler is put below it: the stack comes at once, whatever the rank is doing, and the
-operation as soon as Python runs (waits of collectives let handlers run).
+The signal is handled by faulthandler, which writes the stack in C and then calls the handler that
+was installed before it, ours. So the launcher gets the stack at once, even from a stuck rank, and
+the operation as soon as Python code runs (waits of collectives let handlers run).
 
-A rank never waits for the launcher: what does not fit into the pipe is not told. Where no launcher
-listens, all of this does nothing.
+A rank never waits for the launcher: a message that does not fit into the pipe is dropped. Without a
+launcher all functions do nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Generator
 from types import FrameType
-from typing import Any  # Any: what the module made by child.py holds
+from typing import Any  # Any: the module made by child.py
 
 from dure.trace import flight
 from dure.trace.events import State
@@ -41,8 +41,8 @@ __all__ = [
     "is_rank",
     "last_operation",
     "progress",
-    "tell_elastic",
-    "tell_last",
+    "send_elastic",
+    "send_last_operation",
     "waiting_for_group",
 ]
 
@@ -53,44 +53,50 @@ _answering = -1  # the process that answers
 
 
 def _line() -> Any:
-    """Return the launcher's line, or None where there is none of this process's own."""
+    """Return the module of this process's pipe; None if there is none, or only its parent's."""
     line = sys.modules.get("__dure_line__")
     return line if line is not None and getattr(line, "pid", -1) == os.getpid() else None
 
 
 def is_rank() -> bool:
-    """Tell whether this process is a rank of a launcher, and not something that a rank started."""
+    """Return whether this process is a rank of a launcher, and not a child of a rank."""
     return _line() is not None
 
 
-def _tell(content: dict[str, object]) -> None:
+def _send(content: dict[str, object]) -> None:
     line = _line()
     if line is None:
         return
     text = json.dumps(content, default=str, ensure_ascii=False)
     data = b"\n" + text.encode(errors="replace") + b"\n"
     try:
-        # Up to PIPE_BUF bytes are written whole or not at all, and at once if poll says so.
+        # A write of up to PIPE_BUF bytes is atomic, and does not block after a successful poll.
         poll = select.poll()
         poll.register(line.fd, select.POLLOUT)
         if len(data) <= select.PIPE_BUF and poll.poll(0):
             os.write(line.fd, data)
-    except (OSError, ValueError):  # the launcher has gone, or the program closed what it had
+    except (OSError, ValueError):  # the launcher has ended, or the program closed the pipe
         return
 
 
 def progress(step: int, total: int | None = None, **values: float | str) -> None:
-    """Report to the launcher how far this rank has come, for `dure run --page` and for its summary.
+    """Report the progress of this rank to the launcher, for `dure run --page` and its summary.
 
-    Does nothing where no launcher listens. At most ten calls a second are told, and the last one
-    (`step == total`) always.
+    Does nothing without a launcher. At most ten calls per second are sent; the last one
+    (`step == total`) is always sent.
 
     Args:
-        step: Which step has been done.
-        total: Of how many, where that is known.
-        values: What else to show, such as `loss=0.31`; a few short ones.
+        step: The number of the finished step.
+        total: The number of steps, if it is known.
+        values: A few short values to show, such as `loss=0.31`.
 
-    Cost: 0.5 us, and 15 us for a call that is told.
+    Cost: 0.5 us; 15 us for a call that is sent.
+
+    Example:
+        ```python
+        for step in range(1, 4):
+            dist.progress(step, total=3, loss=0.31)
+        ```
     """
     global _next_at
     now = time.monotonic()
@@ -101,11 +107,11 @@ def progress(step: int, total: int | None = None, **values: float | str) -> None
         k: round(v, 6) if isinstance(v, float) and math.isfinite(v) else str(v)
         for k, v in values.items()
     }
-    _tell({"progress": {"step": step, "total": total, "values": shown}})
+    _send({"progress": {"step": step, "total": total, "values": shown}})
 
 
 def last_operation() -> str:
-    """Describe this process's last operation: what, where, and how far it came; empty if none."""
+    """Describe this process's last operation, its call site and state; empty if there is none."""
     if _waits_for_group:
         return "agreement on a new group in dure.elastic.run, still in it"
     records = flight.recorded()
@@ -122,26 +128,26 @@ def last_operation() -> str:
     return f"{text}, {how} {ago_s:.3g} s earlier"
 
 
-def tell_last() -> None:
-    """Tell the launcher this process's last operation."""
+def send_last_operation() -> None:
+    """Send the description of this process's last operation to the launcher."""
     try:
         text = last_operation()
-    except Exception as error:  # a rank that is only asked, or on its way out, goes on
+    except Exception as error:  # a failing report must not end the program
         text = f"unknown ({type(error).__name__})"
-    _tell({"last": text[:1000]})
+    _send({"last": text[:1000]})
 
 
-def tell_elastic() -> None:
-    """Tell the launcher that this rank's program recovers by itself when a peer dies.
+def send_elastic() -> None:
+    """Report to the launcher that this rank's program recovers by itself when a peer dies.
 
-    Again and again while ranks are missing: for the launcher it is a sign of work.
+    Repeated while ranks are missing: the launcher takes each message as a sign of life.
     """
-    _tell({"elastic": True})
+    _send({"elastic": True})
 
 
 @contextlib.contextmanager
 def waiting_for_group() -> Generator[None]:
-    """While the block runs, the last operation of this rank is that it waits for a new group."""
+    """While the block runs, report "waiting for a new group" as this rank's last operation."""
     global _waits_for_group
     _waits_for_group = True
     try:
@@ -151,7 +157,7 @@ def waiting_for_group() -> Generator[None]:
 
 
 def answer_launcher() -> None:
-    """Tell the last operation whenever the launcher asks for the stack, from now on."""
+    """From now on, send the last operation whenever the launcher asks for the stack."""
     global _answering
     line = _line()
     if line is None or _answering == line.pid:
@@ -166,9 +172,9 @@ def answer_launcher() -> None:
     except (OSError, ValueError, RuntimeError):  # the program closed the pipe
         return
     _answering = line.pid
-    _tell({"answers": True})
+    _send({"answers": True})
 
 
 def _asked(number: int, frame: FrameType | None) -> None:
     del number, frame
-    tell_last()
+    send_last_operation()

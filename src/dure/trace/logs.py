@@ -3,10 +3,10 @@
 Dure writes to loggers of Python's `logging` that are named after its packages, such as "dure.comm"
 (`env.LOGGERS`):
 
-* INFO: one line for each process group when it is created, and one for each decision that a user
-  would ask about: which backend and why, which strategy of FSDP, which buckets.
-* DEBUG: the same lines on the other ranks, and what calls do: one line when a class of calls (an
-  operation, dtype, size) first takes a way.
+* INFO: one line for each new process group, and one for each decision of interest to users: the
+  backend and why it was chosen, the strategy of FSDP, the buckets.
+* DEBUG: the same lines on the other ranks, and one line when calls of an operation, dtype and size
+  use an algorithm for the first time.
 
 A line that is the same on all ranks of a group is written at INFO by the group's first rank, and at
 DEBUG by the others (`decided`).
@@ -59,7 +59,7 @@ find_rank: Callable[[], int | None] = _no_rank
 
 
 class _Terminal(logging.Handler):
-    """Writes lines to the standard error, whatever file that is at the time."""
+    """Writes lines to `sys.stderr`, which is looked up for each line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if _is_shown_by_program(record):
@@ -76,7 +76,7 @@ class _Terminal(logging.Handler):
 
 
 def _is_shown_by_program(record: logging.LogRecord) -> bool:
-    """Tell whether a handler of the program writes the line to the terminal."""
+    """Return whether a handler of the program writes the line to the terminal."""
     dure = logging.getLogger("dure")
     shown = False
     handlers = [*dure.handlers, *(logging.getLogger().handlers if dure.propagate else ())]
@@ -91,7 +91,7 @@ def _is_shown_by_program(record: logging.LogRecord) -> bool:
 
 
 def _forwards_to_loguru(handler: logging.Handler) -> bool:
-    """Tell whether a handler passes lines to loguru, which writes to the terminal by default.
+    """Return whether a handler passes lines to loguru, which writes to the terminal by default.
 
     Programs write such a handler themselves; its module has loguru's logger, or loguru.
     """
@@ -105,15 +105,15 @@ _lock = threading.Lock()
 _levels: dict[str, int] = {}
 """The levels that this module has set, by logger."""
 _read: tuple[str | None, str | None] | None = None
-"""The variables as `configure` has read them last."""
+"""The values of the variables when `configure` last ran."""
 _has_warned = False
 
 
 def logger(package: str) -> logging.Logger:
     """Return the logger of a package of Dure, such as "comm".
 
-    The first call applies the variables, and warns once if one has a value that it may not have;
-    `env.check_flags` raises that error where ranks are started.
+    The first call applies the variables, and warns once about an invalid value;
+    `env.check_flags` raises that error when ranks are started.
     """
     global _has_warned
     if _read is None:
@@ -130,7 +130,7 @@ def configure() -> None:
     """Apply DURE_LOG, else TORCH_DISTRIBUTED_DEBUG, if they have changed since the last call.
 
     Raises:
-        UsageError: One of them has a value that it may not have.
+        UsageError: One of them has an invalid value.
     """
     global _read
     read = env.text("DURE_LOG"), env.text("TORCH_DISTRIBUTED_DEBUG")
@@ -145,19 +145,19 @@ def configure() -> None:
 
 
 def _enable() -> None:
-    """Enable Dure's loggers, which `logging.config` disables where a program does not name them."""
+    """Enable Dure's loggers, which `logging.config` disables unless a program names them."""
     for name in ("dure", *env.LOGGERS):
         logging.getLogger(name).disabled = False
 
 
 def show_debug_level(level: str) -> None:
-    """Show what a level of TORCH_DISTRIBUTED_DEBUG shows, unless DURE_LOG is set."""
+    """Show the lines of a level of TORCH_DISTRIBUTED_DEBUG, unless DURE_LOG is set."""
     if not env.log_levels():
         show(_BY_DEBUG_LEVEL[level])
 
 
 def show(levels: Mapping[str, str]) -> None:
-    """Show lines on the standard error, and no longer those of the last call.
+    """Show lines on the standard error; replaces the levels of the last call.
 
     Args:
         levels: The lowest level that is shown, by logger.
@@ -183,7 +183,7 @@ def reports(log: logging.Logger, rank: int) -> bool:
 
 
 def decided(log: logging.Logger, rank: int, text: str, *values: object) -> None:
-    """Write what is the same on all ranks of a group: at INFO on its rank 0, else at DEBUG."""
+    """Write a line that is the same on all ranks: at INFO on rank 0 of the group, else at DEBUG."""
     log.log(logging.DEBUG if rank else logging.INFO, text, *values, stacklevel=2)
 
 

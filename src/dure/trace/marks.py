@@ -1,6 +1,7 @@
-"""Marks: what a program says of its steps (`dure.log`), kept only while somebody reads.
+"""Marks: values that a program reports for its steps (`dure.log`).
 
-A reader is the page of the run (`publishing`), or `record_steps`. Without one a mark goes nowhere.
+They are recorded only while there is a reader: the page of the run (`publishing`) or
+`record_steps`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ _CAPACITY = 5000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What a rank said of one step.
+    """The values that a rank reported for one step.
 
     Attributes:
-        step: Its number, as the program counts.
-        time_ns: When it was said, on `time.monotonic_ns`.
-        scalars: Values by name; None stands for one that is not finite, which JSON does not have.
+        step: The number of the step, as the program counts.
+        time_ns: Time of the report, on `time.monotonic_ns`.
+        scalars: Values by name; None for a value that is not finite, which JSON cannot represent.
     """
 
     step: int
@@ -34,7 +35,7 @@ class Marks:
     Threads: every method may be called from any thread; a mark is one append.
 
     Attributes:
-        num_readers: How many want them; nothing is kept while nobody does.
+        num_readers: The number of readers; without one, marks are dropped.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Marks:
         self._kept: deque[Mark] = deque(maxlen=_CAPACITY)
 
     def keep(self, mark: Mark) -> None:
-        """Keep `mark`, if somebody reads; the oldest one goes where there are too many."""
+        """Keep `mark` if there is a reader; drops the oldest mark if there are too many."""
         if self.num_readers:
             self._kept.append(mark)
 

@@ -1,10 +1,10 @@
-"""The flight records of all ranks of a job, read back and brought onto one clock.
+"""Reads the flight records of all ranks of a job, and converts their times to one clock.
 
-Times of ranks that share a host and a boot share a clock already. Between hosts the pair of clocks
-that each file carries relates them, as well as the hosts' times of day agree.
+Ranks that share a host and a boot share a clock already. Times of different hosts are related by
+the pair of clocks in each file, with the accuracy of the hosts' times of day.
 
-A folder may hold more than it should: half a file, a file of something else or of another version,
-two files of one rank, a file of another job. Each of them is named, and the others are merged.
+A folder may have files that cannot be merged: damaged files, files of another kind, version or job,
+two files of one rank. Each of them is reported, and the others are merged.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dure.trace.spans import Span
 
 _MOST_BYTES = 1 << 28  # a hundred ranks' full records
 _MOST_PROBLEMS = 20
-# Control characters as JSON writes them (a doubled backslash is none), DEL, and those of Latin-1.
+# Control characters as JSON escapes them (an escaped backslash is not one), DEL, C1 in UTF-8.
 _CONTROL = re.compile(
     rb"\\\\|\\u00(?:[01][0-9a-f]|[7-9][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE
 )
 
 __all__ = [
-    "Clock",
+    "ClockPair",
     "Flight",
     "Frame",
     "Limits",
@@ -47,7 +47,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
+class ClockPair:
     """Two clocks, read at the same time."""
 
     monotonic_ns: int
@@ -56,7 +56,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """A group that a rank was in: its rank there, and the global ranks of all members."""
+    """A group of a rank: the rank's number in it, and the global ranks of all members."""
 
     name: str
     rank: int
@@ -78,7 +78,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadStack:
-    """Where a thread was when its rank wrote its file; the innermost frame is the last."""
+    """The stack of a thread when its rank wrote the file; the innermost frame is the last."""
 
     name: str
     main: bool
@@ -87,7 +87,7 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFile:
-    """What one rank has written (`files` says what it means)."""
+    """The file of one rank; `files` describes the fields."""
 
     rank: int
     world_size: int
@@ -96,7 +96,7 @@ class RankFile:
     pid: int
     job: str
     reason: str
-    clock: Clock
+    clock: ClockPair
     groups: tuple[Membership, ...]
     records: tuple[Record, ...]
     threads: tuple[ThreadStack, ...] = ()
@@ -105,12 +105,12 @@ class RankFile:
 
     @property
     def failure(self) -> str:
-        """The exception that ended the rank's program; empty where none did."""
+        """The exception that ended the rank's program; empty if there was none."""
         return self.reason.removeprefix(CRASHED) if self.reason.startswith(CRASHED) else ""
 
     @property
     def where(self) -> Frame | None:
-        """The innermost frame of the main thread that is the program's own; else its innermost."""
+        """The innermost frame of the program in the main thread; else the innermost frame."""
         main = next((t.stack for t in self.threads if t.main), ())
         own = user_frame([frame.file for frame in reversed(main)])
         return main[-1 - (own or 0)] if main else None
@@ -118,12 +118,12 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """The files of a job's ranks, and what was wrong with others in the folder.
+    """The files of a job's ranks, and problems with other files of the folder.
 
     Attributes:
-        ranks: The file of each global rank that left one.
-        problems: What was left out, and why.
-        zero_ns: The earliest start of all, in ns since the epoch.
+        ranks: The files by global rank.
+        problems: The files that were left out, and why.
+        zero_ns: The earliest start of all operations and spans, in ns since the epoch.
     """
 
     ranks: dict[int, RankFile]
@@ -137,7 +137,7 @@ class Flight:
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """Ranks that some group has, and that left no file."""
+        """Members of recorded groups that have no file."""
         known = {r for f in self.ranks.values() for g in f.groups for r in g.ranks}
         return tuple(sorted(known - self.ranks.keys()))
 
@@ -149,7 +149,13 @@ def _any_file(file: RankFile) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much is read: bytes of each file, and of all (None: of any number), and which files."""
+    """Limits for files from untrusted writers.
+
+    Attributes:
+        each_bytes: Most bytes of a file.
+        all_bytes: Most bytes of all files together; None for no limit.
+        accept: Returns whether a file is accepted.
+    """
 
     each_bytes: int = _MOST_BYTES
     all_bytes: int | None = None
@@ -164,14 +170,14 @@ class _Header:
 
 
 class _Unreadable(Exception):
-    """Why a file is left out."""
+    """The reason to leave a file out."""
 
 
 def read(folder: Path) -> Flight:
     """Read the files of all ranks.
 
     Args:
-        folder: Where they lie, as `*.json`.
+        folder: The folder of the files `*.json`.
 
     Raises:
         UsageError: There is no such folder, or no flight record in it.
@@ -186,8 +192,8 @@ def read_files(paths: Iterable[Path], where: str, limits: Limits | None = None) 
 
     Args:
         paths: The files.
-        where: What they are called together, where none can be read.
-        limits: What is left out, of files that anybody may have written.
+        where: A name for all of them, for the error if none can be read.
+        limits: For files from untrusted writers.
 
     Raises:
         UsageError: None of them is a flight record.
@@ -219,7 +225,7 @@ def read_file(path: Path) -> RankFile:
     """Read the file of one rank.
 
     Raises:
-        UsageError: It cannot be read, or is no flight record.
+        UsageError: It cannot be read, or is not a flight record.
     """
     try:
         return _decode(_content(path, _MOST_BYTES))
@@ -231,11 +237,11 @@ def _decode(content: bytes) -> RankFile:
     try:
         header = msgspec.json.decode(content, type=_Header)
     except (msgspec.ValidationError, RecursionError):
-        raise _Unreadable("is no flight record") from None
+        raise _Unreadable("is not a flight record") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise _Unreadable("is not JSON, or incomplete") from None
     if header.format != FORMAT:
-        raise _Unreadable("is no flight record")
+        raise _Unreadable("is not a flight record")
     if header.version != VERSION:
         seen = f"is of format {header.version}, and this release of Dure reads {VERSION}"
         older = header.version < VERSION
@@ -247,7 +253,7 @@ def _decode(content: bytes) -> RankFile:
 
 
 def _content(path: Path, most_bytes: int) -> bytes:
-    """Read a file, whose texts are made such that a terminal shows them and does nothing else."""
+    """Read a file, with control characters escaped so that a terminal only displays them."""
     try:
         content = read_plain(path, most_bytes)
     except OSError as error:
@@ -258,7 +264,7 @@ def _content(path: Path, most_bytes: int) -> bytes:
 
 
 def _visible(found: re.Match[bytes]) -> bytes:
-    """Return what stands for a control character: its number, as text."""
+    """Return the escape for a control character."""
     text = found[0]
     if text == b"\\\\":
         return text

@@ -1,7 +1,7 @@
-"""A pipeline's step as it was measured, beside the same lists simulated with the measured times.
+"""A measured step of a pipeline, and a simulation of it without delays.
 
-The simulated step is what the ranks would take if transfers took no time and each action of a kind
-and stage took what its median was: what is above it was spent on waiting for what was late.
+The simulation uses the measured actions in their order, no time for transfers, and for each kind of
+action and stage the median of its times. The difference was spent waiting for late actions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["MeasuredStep", "measured_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """The last whole step of a pipeline, times in milliseconds.
+    """The last complete step of a pipeline, times in milliseconds.
 
     Attributes:
         group: Name of the group.
-        number: Of the step.
-        measured: When each action ran.
-        simulated: When it would have run.
+        number: Number of the step.
+        measured: The measured times of the actions.
+        simulated: The times of the simulation.
     """
 
     group: str
@@ -34,7 +34,7 @@ class MeasuredStep:
 
 
 def measured_step(flight: Flight) -> MeasuredStep | None:
-    """Return the last step of a pipeline that all its ranks have recorded; None without one."""
+    """Return the last step that all ranks of a pipeline have recorded; None if there is none."""
     found: dict[tuple[str, int], dict[int, dict[Action, Span]]]
     found = defaultdict(lambda: defaultdict(dict))
     for file in flight.ranks.values():
@@ -47,12 +47,12 @@ def measured_step(flight: Flight) -> MeasuredStep | None:
                 )
                 spans = found[span.group, int(span.details["step"])][int(span.details["rank"])]
                 if action in spans:
-                    spans.clear()  # the group has another pipeline by now
+                    spans.clear()  # a newer pipeline of the same group
                 spans[action] = Span(action, start, end)
-    whole = [(number, group) for (group, number), ranks in found.items() if _is_whole(ranks)]
-    if not whole:
+    complete = [(number, group) for (group, number), ranks in found.items() if _is_complete(ranks)]
+    if not complete:
         return None
-    number, group = max(whole)
+    number, group = max(complete)
     ranks = found[group, number]
     measured = _measured([list(ranks[rank].values()) for rank in sorted(ranks)])
     return MeasuredStep(
@@ -60,8 +60,8 @@ def measured_step(flight: Flight) -> MeasuredStep | None:
     )
 
 
-def _is_whole(ranks: dict[int, dict[Action, Span]]) -> bool:
-    """Tell whether there is each rank, and each forward of each stage."""
+def _is_complete(ranks: dict[int, dict[Action, Span]]) -> bool:
+    """Return whether every rank and every forward action of every stage was recorded."""
     parts = {part for spans in ranks.values() for action in spans for part in action.parts}
     forwards = {(p.stage, p.microbatch) for p in parts if p.kind is Kind.FORWARD}
     stages, microbatches = {s for s, _ in forwards}, {m for _, m in forwards}
@@ -70,7 +70,7 @@ def _is_whole(ranks: dict[int, dict[Action, Span]]) -> bool:
 
 
 def _measured(lists: list[list[Span]]) -> Simulation:
-    """Return what was measured in the form of a simulation, with times from the first start."""
+    """Return the measured step as a `Simulation`, with times from the first start."""
     first = min(span.start for spans in lists for span in spans)
     shifted = tuple(
         tuple(Span(span.action, span.start - first, span.end - first) for span in spans)

@@ -1,7 +1,7 @@
-"""Files that are read completely: regular files of a bounded size, and JSON in them.
+"""Reading complete files safely: only regular files of a bounded size, and JSON in them.
 
-A path may name a pipe, whose opening waits for a writer forever, or a device without an end. What
-is read completely must be neither, and not larger than the reader expects.
+Opening a pipe can wait forever for a writer, and a device may have no end. So a file that is read
+completely must be a regular file, and not larger than the reader expects.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 
 
 class NotAFile(OSError):
-    """There is something of that name, and it is not a regular file."""
+    """The path exists, but is not a regular file."""
 
 
 def open_plain(path: str | os.PathLike[str], *, follow: bool = True, pipe: bool = False) -> int:
-    """Return a descriptor to read a regular file with; a link is followed if `follow`.
+    """Open a regular file for reading and return the descriptor.
 
-    With `pipe` it may be a pipe, too. One that nobody writes into at this time has no bytes.
+    Args:
+        path: The file.
+        follow: Whether a symbolic link is followed.
+        pipe: Whether it may be a pipe instead. A pipe without a writer reads as empty.
 
     Raises:
         NotAFile: It is a pipe, a folder, a socket, a device, or a link that is not followed.
-        OSError: It does not exist, or may not be read.
+        OSError: It does not exist, or cannot be read.
     """
     kind = os.stat(path, follow_symlinks=follow).st_mode
     if not _may_be_read(kind, pipe):
@@ -81,10 +84,10 @@ def _named(kind: int) -> str:
 def read_plain(
     path: str | os.PathLike[str], most_bytes: int, *, follow: bool = True, pipe: bool = False
 ) -> bytes:
-    """Return the bytes of a regular file, or with `pipe` those of a pipe until it ends.
+    """Return the bytes of a regular file, or with `pipe` those of a pipe until its end.
 
     Raises:
-        OSError: As `open_plain`; or the file is larger than `most_bytes`.
+        OSError: As `open_plain`, or the file is larger than `most_bytes`.
     """
     parts: list[bytes] = []
     left = most_bytes + 1
@@ -99,10 +102,10 @@ def read_plain(
 
 
 def parse_json(content: bytes) -> Any:
-    """Return the value that a text of JSON describes; its numbers are finite.
+    """Parse JSON in which all numbers are finite.
 
     Raises:
-        ValueError: It is not JSON; the message has line and column.
+        ValueError: It is not such JSON; the message has line and column.
     """
     text = content.decode()
 
@@ -120,7 +123,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def nested_at(text: str) -> int:
-    """Return where a text of JSON or TOML is nested too deeply to be read."""
+    """Return the position at which JSON or TOML text is nested too deeply to be parsed."""
     depth = 0
     for found in _BRACKETS.finditer(text):
         if found[0] in "[{":
@@ -133,11 +136,11 @@ def nested_at(text: str) -> int:
 
 
 def release_that_reads(needs: object, *, older: bool = False) -> str:
-    """Return which release reads a file of another format, as the end of an advice.
+    """Return which release reads a file of another format, to complete "install ...".
 
     Args:
-        needs: What the file says in the field `needs`, such as "dure>=0.3"; it may say anything.
-        older: The format is older than those that this release reads.
+        needs: Content of the file's field `needs`, such as "dure>=0.3"; not trusted.
+        older: Whether the format is older than those that this release reads.
     """
     if older:
         return "the release that wrote it; this one does not read older formats"

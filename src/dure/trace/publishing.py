@@ -1,15 +1,15 @@
-"""What a rank of `dure run --page` publishes for the page, every other second: its flight record.
+"""Publishing the flight record of a rank for the page of the run (`dure run --page`).
 
-The launcher names a folder (DURE_PAGE_DIR), and a thread writes there what `dump` would: the last
-operations of each group, the last spans and marks, and where each thread is. It is a file a rank,
-written anew each time, so that whoever reads it has the newest and misses what is older; and it is
-short, for the page reads often. The page's end and the folder's are one: the thread then ends.
+The launcher sets a folder (DURE_PAGE_DIR). A thread of each rank writes a short flight record to a
+file there every two seconds: the last operations of each group, the last spans and marks, and the
+stacks of the threads. Each file replaces the one before it. When the page ends, the launcher
+deletes the folder, and the thread ends.
 
-A thread of the rank's own needs no help of the program, which may be stuck in an operation. It is
-started with the rank's first group, or by the first `log`. Without the folder nothing happens.
+A separate thread works even while the program is stuck in an operation. It is started with the
+rank's first group, or by the first `log`. Without the folder nothing happens.
 
-Cost: a thread that wakes every other second for some 3 ms (benchmarks/page.py), and what `spans`
-cost.
+Cost: a thread that runs for about 3 ms every two seconds (benchmarks/page.py), and the cost of
+recording spans.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = ["EVERY_S", "log", "on_crash", "start", "stop"]
 _log = logs.logger("trace")
 
 EVERY_S = 2.0
-_RECORDS, _SPANS, _MARKS = 150, 500, 500  # of each group; of each rank
+_RECORDS, _SPANS, _MARKS = 150, 500, 500  # per group; per rank
 _LONGEST_NAME, _SHOWN = 80, 100
 
 
 class _Publisher:
-    """Publishes the ranks of this process until the folder has gone."""
+    """Publishes the flight records of this process's ranks until the folder is deleted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,12 +55,12 @@ class _Publisher:
         flight.read_steps(False)
 
     def stop(self) -> None:
-        """End, and wait for it."""
+        """Stop the thread, and wait for its end."""
         self._ended.set()
         self._thread.join()
 
     def publish(self, reason: str, *, ending: bool = False) -> bool:
-        """Write the file of each rank, unless the last has been written; return whether so."""
+        """Write the file of each rank and return True; False after the last file was written."""
         with self._lock:
             if self._ended.is_set() or not self._folder.is_dir():
                 return False
@@ -68,7 +68,7 @@ class _Publisher:
                 self._ended.set()
             try:
                 flight.publish(self._folder, reason, (_RECORDS, _SPANS, _MARKS))
-            except OSError as e:  # a full disk: the page becomes old, and the program continues
+            except OSError as e:  # such as a full disk: the program continues with an old page
                 if not self._failed:
                     self._failed = True
                     _log.warning("the page of the run is not up to date: %s", e)
@@ -76,46 +76,46 @@ class _Publisher:
 
 
 _publisher: _Publisher | None = None
-_asked = False
+_started = False
 
 
-def _forget() -> None:
-    """Begin anew: the process is a forked child, without its parent's thread."""
-    global _publisher, _asked
-    _publisher, _asked = None, False
+def _reset() -> None:
+    """Reset the state in a forked child, which does not have its parent's thread."""
+    global _publisher, _started
+    _publisher, _started = None, False
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset)
 
 
 def start() -> None:
-    """Publish from now on, if this is a rank that has a page, and nobody has started it."""
-    global _publisher, _asked
-    if _asked:
+    """Start to publish, if this process is a rank with a page, and unless it was started."""
+    global _publisher, _started
+    if _started:
         return
-    _asked = True
+    _started = True
     folder = env.text("DURE_PAGE_DIR")
-    if folder and line.is_rank():  # and not what a rank has forked or started
+    if folder and line.is_rank():  # not a process that a rank has forked or started
         _publisher = _Publisher(Path(folder))
-        atexit.register(_last_words, _publisher, os.getpid())
+        atexit.register(_publish_last, _publisher, os.getpid())
 
 
 def stop() -> None:
-    """Publish no longer, until `start` is called again."""
-    global _publisher, _asked
-    publisher, _publisher, _asked = _publisher, None, False
+    """Stop publishing until `start` is called again."""
+    global _publisher, _started
+    publisher, _publisher, _started = _publisher, None, False
     if publisher is not None:
         publisher.stop()
 
 
 def on_crash(error: BaseException) -> None:
-    """Publish once more: `error` ends this rank's program. Never raises."""
+    """Publish for the last time before `error` ends this rank's program. Never raises."""
     if _publisher is not None and not isinstance(error, SystemExit):
         with suppress(Exception):
             _publisher.publish(f"{files.CRASHED}{type(error).__name__}: {error}", ending=True)
 
 
-def _last_words(publisher: _Publisher, pid: int) -> None:
+def _publish_last(publisher: _Publisher, pid: int) -> None:
     if os.getpid() == pid:
         with suppress(Exception):
             publisher.publish("the program's end", ending=True)
@@ -124,24 +124,29 @@ def _last_words(publisher: _Publisher, pid: int) -> None:
 def log(step: int, **scalars: float) -> None:
     """Show the values of a step on the page of the run (`dure run --page`).
 
-    Any rank may call it, with names of its own; each name is a curve, with a line a rank. Within
-    `dure.trace.record_steps` the values are kept for `dure view`, too. Without a reader nothing
-    happens, and it never waits.
+    Any rank may call it, with any names; each name is a plot with one line per rank. Inside
+    `dure.trace.record_steps` the values are recorded for `dure view`, too. Otherwise, and without a
+    page, nothing happens. It never waits.
 
     Args:
         step: The step's number, from 0 on.
-        scalars: Values by name, such as `loss=0.31`; one that is not finite leaves a gap.
+        scalars: Values by name, such as `loss=0.31`; a value that is not finite leaves a gap.
 
     Raises:
-        UsageError: A value is no number (a tensor would have to be waited for), or a name has more
-            than 80 characters.
+        UsageError: A value is not a number (reading one from a tensor could wait), or a name has
+            more than 80 characters.
 
     Cost: 1 us.
+
+    Example:
+        ```python
+        dist.log(0, loss=0.31, accuracy=0.5)
+        ```
     """
     if type(step) is not int and not isinstance(step, Integral):
         raise UsageError("dure.log needs a step's number", seen=repr(step)[:_SHOWN])
     values = {name: _number(name, value) for name, value in scalars.items()}
-    if not _asked:
+    if not _started:
         start()
     flight.mark(Mark(step=int(step), time_ns=time.monotonic_ns(), scalars=values))
 
@@ -150,8 +155,8 @@ def _number(name: str, value: object) -> float | None:
     if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
         raise UsageError(
             f"dure.log cannot show {name}",
-            seen=f"a {type(value).__name__}, and no number",
-            fix=f"Give a number, such as {name}={name}.item() of a tensor.",
+            seen=f"expected a number, got a {type(value).__name__}",
+            fix=f"Pass a number; for a tensor, {name}={name}.item().",
         )
     if len(name) > _LONGEST_NAME:
         raise UsageError("a name is too long for dure.log", seen=f"{len(name)} characters")

@@ -1,8 +1,8 @@
-"""`Record`: one operation of one rank, as the flight recorder keeps it and writes it down.
+"""`Record`: one operation of one rank in the flight recorder and its files.
 
-A record is what `Event` is, and more: where in the program the call stands, which reduction, which
-tag. Events are shown to whoever listens, as they happen; records are kept whether anybody listens
-or not, and are made of what a ring noted only when somebody asks for them.
+A record has the fields of an `Event`, and also call site, reduction and tag. Events are passed to
+hooks as they happen. Operations are always recorded, in a compact form; `Record` objects are only
+made when they are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dure.trace.events import State
 __all__ = ["MESSAGES", "Origin", "Record", "Source", "describe"]
 
 MESSAGES = frozenset({"send", "isend", "recv", "irecv", "rpc", "remote", "to_here"})
-"""Operations between two ranks: they are numbered apart from the collectives of a group."""
+"""Operations between two ranks; their numbers are separate from those of collectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,26 +25,25 @@ class Record:
     Attributes:
         group: Name of the process group.
         op: The operation, such as "all_reduce".
-        seq: The collective's number in its group, the same on all ranks, from 1. Messages
-            (`MESSAGES`) have a count of their own, which means nothing to other ranks.
-        rank: The rank within `group` that called.
-        global_rank: The same rank's number in the whole job.
-        world_size: Ranks of `group`.
-        dtype: Name of the element type, such as "float32"; empty where nothing is moved.
-        nbytes: Bytes of this rank's input; of its output where it has no input.
+        seq: The collective's number in its group, from 1, the same on all ranks. Messages (send,
+            receive and remote calls) are numbered separately on each rank.
+        rank: The calling rank within `group`.
+        global_rank: The calling rank's number in the job.
+        world_size: Number of ranks of `group`.
+        dtype: Name of the element type, such as "float32"; empty if no tensor is moved.
+        nbytes: Bytes of this rank's input, or of its output if it has no input.
         peer: The root of a rooted collective, or the peer of a message (a rank of `group`).
         tag: The tag of a message.
-        reduction: Name of the reduction, such as "SUM"; empty where nothing is reduced. Of a remote
-            call, the function's name.
-        async_op: The caller went on before the operation ended.
-        file: The program's file that called; empty where that is not known.
-        line: The line in it.
-        function: The function in it.
-        start_ns: When it was called, on `time.monotonic_ns`.
-        end_ns: When it ended on the same clock (of an asynchronous one: when that was noticed);
-            0 while it has not.
-        state: How far it has come.
-        error: Name of the error's type, of an operation that failed.
+        reduction: Name of the reduction, such as "SUM", or of a remote call's function; else empty.
+        async_op: Whether the call returns before the operation ends.
+        file: The program's file with the call; empty if unknown.
+        line: The line of the call.
+        function: The function that contains the call.
+        start_ns: Time of the call, on `time.monotonic_ns`.
+        end_ns: Time of the end on the same clock (for an asynchronous operation, when the end was
+            noticed); 0 before it.
+        state: The state of the operation.
+        error: Type name of the error of a failed operation.
     """
 
     group: str
@@ -69,24 +68,24 @@ class Record:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is between two ranks, and so has no number that others share."""
+        """Whether the operation is between two ranks, so that its number is local."""
         return self.op in MESSAGES
 
     @property
     def site(self) -> str:
-        """Where the call stands, as `file:line`; empty where that is not known."""
+        """The call site as `file:line`; empty if unknown."""
         return f"{self.file}:{self.line}" if self.file else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Whose operations a source records: one rank's part of one group.
+    """The rank and group whose operations a source records.
 
     Attributes:
         group: Name of the process group.
         rank: The rank within it.
         global_ranks: Global rank of each rank of the group.
-        backend: What serves the group, such as "shm".
+        backend: The group's backend, such as "shm".
     """
 
     group: str
@@ -96,21 +95,21 @@ class Origin:
 
     @property
     def global_rank(self) -> int:
-        """The rank's number in the whole job."""
+        """The rank's number in the job."""
         return self.global_ranks[self.rank]
 
 
 class Source(Protocol):
-    """Whatever keeps the last operations of one rank in one group.
+    """Records the last operations of one rank in one group.
 
     Threads: `records` may be called from any thread, and from a signal handler, at any time.
     """
 
     origin: Origin
-    """Whose operations they are."""
+    """The rank and group of the operations."""
 
     def records(self, last: int | None = None) -> list[Record]:
-        """Return what is kept, the oldest first; or only the `last` ones, which costs less."""
+        """Return all records, the oldest first, or only the `last` ones, which costs less."""
         ...
 
 

@@ -1,12 +1,11 @@
-"""`FlightRing`: the last operations of a group whose backend keeps none itself.
+"""`FlightRing`: the last operations of a group whose backend does not record them itself.
 
-Noting an operation must cost next to nothing, so a ring notes only what is at hand: a list with the
-dtype as an object, the caller's code object and the offset in it, and two looks at the clock. Names
-and line numbers are made when somebody asks (`records`). The shm backend needs none of this: its
-engine keeps a ring of its own, below Python.
+Recording must be cheap, so an entry is a list of values that are available without work: the dtype
+object, the caller's code object and instruction offset, and two times. Names and line numbers are
+computed by `records`. The engine of the shm backend has its own ring, in C++.
 
-The *call site* is the nearest frame that is not a library's (`dure.trace.frames`): when DDP reduces
-a bucket during backward, that thread has none, and the outermost frame is used.
+The *call site* is the nearest frame that is not a library's (`dure.trace.frames`), or the outermost
+frame if there is none, as in the backward thread in which DDP reduces a bucket.
 """
 
 from __future__ import annotations
@@ -26,18 +25,19 @@ __all__ = ["CAPACITY", "FlightRing", "Noted", "call_site"]
 CAPACITY = 2000
 """How many operations are kept."""
 
-# What a ring notes of an operation, by position.
+# The positions of an entry's values.
 _OP, _SEQ, _DTYPE, _NBYTES, _PEER, _DETAIL, _ASYNC, _CODE, _AT, _START, _END, _ERROR = range(12)
 _RUNNING, _GOOD = object(), object()
 
 Noted = list[Any]
-"""One operation in a ring; to be handed back to `FlightRing.end`, and otherwise left alone."""
+"""An entry of a ring, for `FlightRing.end`; its content is private."""
 
 
 class FlightRing:
     """The last `capacity` operations of one rank in one group (a `Source`).
 
-    Threads: every method, from any thread; one list operation each, so that no lock is needed.
+    Threads: every method may be called from any thread; each is a single list operation, so no lock
+    is needed.
     """
 
     def __init__(self, origin: Origin, capacity: int = CAPACITY) -> None:
@@ -53,17 +53,17 @@ class FlightRing:
         detail: str | int | None = None,
         async_op: bool = False,
     ) -> Noted:
-        """Note that an operation is called.
+        """Record the start of an operation.
 
         Args:
             op: The operation.
-            data: The tensor it is about (whatever has `dtype` and `nbytes`), or None.
-            peer: Its root, or the other end of a message.
+            data: Its tensor (any object with `dtype` and `nbytes`), or None.
+            peer: Its root, or the peer of a message.
             detail: Name of the reduction, or the tag of a message.
-            async_op: The caller goes on before it ends.
+            async_op: Whether the call returns before the operation ends.
 
         Returns:
-            What `end` wants.
+            The entry, for `end`.
         """
         if op in MESSAGES:
             seq = self._num_messages = self._num_messages + 1
@@ -89,12 +89,12 @@ class FlightRing:
 
     @staticmethod
     def end(noted: Noted, error: BaseException | None = None) -> None:
-        """Note that an operation has ended, and how."""
+        """Record the end of an operation, and its error if it failed."""
         noted[_END] = monotonic_ns()
         noted[_ERROR] = _GOOD if error is None else type(error).__name__
 
     def records(self, last: int | None = None) -> list[Record]:
-        """Return what is kept, the oldest first; or only the `last` ones."""
+        """Return all records, the oldest first, or only the `last` ones."""
         lines: dict[tuple[int, int], int] = {}
         noted = list(self._noted)
         return [self._record(each, lines) for each in noted[-last if last else 0 :]]
@@ -128,13 +128,13 @@ class FlightRing:
 
 
 def call_site() -> str:
-    """Return file and line of the nearest caller that is not a library's."""
+    """Return file and line of the nearest caller outside libraries."""
     frame = _outside(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _outside(frame: FrameType) -> FrameType:
-    """Return the nearest frame that is the program's own; the outermost one, if none is."""
+    """Return the nearest frame of the program, or the outermost frame if there is none."""
     while is_library(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -144,7 +144,7 @@ _STATES = {id(_RUNNING): State.STARTED, id(_GOOD): State.SUCCEEDED}
 
 
 def _line(code: CodeType, offset: int) -> int:
-    """Return the line of an instruction, as tracebacks do."""
+    """Return the line of an instruction, as in tracebacks."""
     for start, end, line in code.co_lines():
         if start <= offset < end and line is not None:
             return line

@@ -1,11 +1,11 @@
-"""SIGUSR2: look at a rank from outside, without stopping it.
+"""SIGUSR2: write the flight record of a running rank.
 
-`kill -USR2 PID` makes the rank write its flight record and say on its standard error where. The
-handler is installed when the rank joins a job, only in the main thread, and only where the program
-has none of its own; it is removed when the rank leaves. It runs between two steps of Python, also
-while the rank waits in an operation: waits of the shm engine and of Dure's collectives over other
-engines let handlers run every now and then. A child that a rank forked has the handler too, and
-nothing to tell: there it does nothing.
+After `kill -USR2 PID` the rank writes its flight record, and prints the path to its standard error.
+The handler is installed when the rank joins a job, if that is in the main thread and the program
+has not set another handler; it is removed when the rank leaves the job. Python runs it between two
+instructions, also while the rank waits in an operation: waits of the shm engine, and of Dure's
+collectives over other engines, regularly let handlers run. In a child that a rank has forked the
+handler does nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _STDERR = 2
 
 def _dump(number: int, frame: FrameType | None) -> None:
     del number, frame
-    if not flight.recording():  # the groups are those of the process that this one was forked from
+    if not flight.recording():  # a forked child: the groups are its parent's
         return
     try:
         text = f"flight record: {flight.dump(reason='SIGUSR2')}"
-    except Exception as error:  # a rank that is only looked at goes on, whatever happens
+    except Exception as error:  # a failing report must not end the program
         text = f"no flight record: {type(error).__name__}: {error}"
     with suppress(OSError):  # not sys.stderr: the handler may have interrupted a write to it
         os.write(_STDERR, f"dure: {text}\n".encode())
@@ -41,10 +41,10 @@ def _can_be_set() -> bool:
 
 
 def _caught() -> bool:
-    """Tell whether a handler that Python does not know of is there, such as faulthandler's."""
+    """Return whether SIGUSR2 has a handler unknown to Python, such as faulthandler's."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # not Linux: nobody tells
+    except OSError:  # not Linux
         return False
     mask = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     return bool(int(mask, 16) >> (signal.SIGUSR2 - 1) & 1)
@@ -57,6 +57,6 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Take the handler away again, unless the program has put its own in its place."""
+    """Remove the handler, unless the program has replaced it."""
     if _can_be_set() and signal.getsignal(signal.SIGUSR2) is _dump:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)

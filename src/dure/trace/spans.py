@@ -1,15 +1,13 @@
-"""Spans: what a step is made of, for a timeline, told only when somebody listens.
+"""Spans: the phases of a training step, for a timeline; emitted only if there is a listener.
 
-Operations of groups are recorded always (`flight`). What lies around them is not: the phases of a
-training step, and which gradients travel in which bucket. Whoever knows emits it as a `Span`
-through this seam, and knows nothing of who listens:
+Operations of groups are always recorded (`flight`). Phases of a training step, gradient buckets and
+remote calls that this rank runs are emitted as spans by the modules that implement them:
 
-    if spans.listeners:                              # the one branch paid when nobody does
+    if spans.listeners:                              # the only cost without listeners
         spans.emit(Span(name="forward", track="step", ...))
 
-The listener is a `Keeper`, which `dure.trace.record_steps` starts and stops; `dump` writes what it
-kept beside the operations. `dure trace merge -o` puts both on one timeline. Remote calls that a
-rank has run are spans, too.
+The listener is a `SpanRecorder`, which `dure.trace.record_steps` starts and stops. `dump` writes
+its spans along with the operations, and `dure trace merge -o` draws both on one timeline.
 """
 
 from __future__ import annotations
@@ -19,32 +17,42 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["BUCKETS", "CALLS", "MODULES", "STEP", "WAITS", "Keeper", "Span", "emit", "listeners"]
+__all__ = [
+    "BUCKETS",
+    "CALLS",
+    "MODULES",
+    "STEP",
+    "WAITS",
+    "Span",
+    "SpanRecorder",
+    "emit",
+    "listeners",
+]
 
 STEP, BUCKETS, MODULES, WAITS = "step", "buckets", "modules", "waits"
-"""Tracks: phases, one at a time on each rank; buckets of gradients, gathers and reductions of
-modules, which overlap them and each other; what a rank did nothing but wait for."""
+"""Tracks: phases, one at a time on each rank; gradient buckets; gathers and reductions of sharded
+modules; times in which a rank only waited. Buckets and modules overlap phases and each other."""
 
 CALLS = "calls"
-"""The track of remote calls that a rank has run, each from when it came."""
+"""The track of remote calls that a rank has run, each from its arrival."""
 
 _CAPACITY = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that took time on one rank.
+    """A period of time on one rank, such as a phase of a step.
 
     Attributes:
-        name: What it was, such as "forward".
-        track: The row of the timeline that it belongs to, such as `STEP`.
-        global_rank: Whose it was.
-        start_ns: When it began, on `time.monotonic_ns`.
-        end_ns: When it ended on the same clock; of a bucket, when its end was noticed.
-        started_ns: Of a bucket, a gather or a reduction: when its operations had been started, so
-            that they can be found among those of `group`; 0 otherwise.
-        group: Name of the process group that the operation is of; empty where there is none.
-        details: What a reader may want to know, by name.
+        name: Name of the period, such as "forward".
+        track: The row of the timeline, such as "step".
+        global_rank: Global rank.
+        start_ns: Start, on `time.monotonic_ns`.
+        end_ns: End on the same clock; for a bucket, when its end was noticed.
+        started_ns: For a bucket, a gather or a reduction: when all its operations had been started,
+            which identifies them among the operations of `group`; else 0.
+        group: Name of the process group of the operations; empty if there is none.
+        details: Other facts by name.
     """
 
     name: str
@@ -58,17 +66,18 @@ class Span:
 
 
 listeners: list[Callable[[Span], object]] = []
-"""Who listens; changed in place, so that the test whether anybody does is a look at its length."""
+"""Functions that get every span; changed in place, so that testing for one only reads its length.
+"""
 
 
 def emit(span: Span) -> None:
-    """Show `span` to whoever listens."""
+    """Pass `span` to the listeners."""
     for listener in tuple(listeners):
         listener(span)
 
 
-class Keeper:
-    """The last spans of each rank of the process; listens while anybody wants it to.
+class SpanRecorder:
+    """Records the last spans of each rank of the process while it has users.
 
     Threads: every method may be called from any thread; ranks may be threads.
     """
@@ -80,7 +89,7 @@ class Keeper:
         self._lock = threading.RLock()  # a signal handler may dump while its thread is in here
 
     def start(self) -> None:
-        """Listen; who starts first begins with nothing kept."""
+        """Add a user; the first one starts with no spans."""
         with self._lock:
             if self._num_users == 0:
                 self._kept.clear()
@@ -88,20 +97,20 @@ class Keeper:
             self._num_users += 1
 
     def stop(self) -> None:
-        """Stop listening, where nobody else goes on; what was kept stays."""
+        """Remove a user; the last one stops the recording, and the recorded spans remain."""
         with self._lock:
             self._num_users -= 1
             if self._num_users == 0:
                 listeners.remove(self.keep)
 
     def keep(self, span: Span) -> None:
-        """Keep `span`; the oldest one of its rank goes where there are too many."""
+        """Record `span`; drops the oldest span of its rank if there are too many."""
         with self._lock:
             ring = self._kept.setdefault(span.global_rank, deque(maxlen=self._capacity))
             ring.append(span)
 
     def of(self, rank: int, last: int | None = None) -> list[Span]:
-        """Return the kept spans of a global rank, or the `last` ones told, the earliest first."""
+        """Return the spans of a global rank by start time, or only the `last` recorded ones."""
         with self._lock:
             kept = list(self._kept.get(rank, ()))
         return sorted(kept[-last if last else 0 :], key=lambda span: span.start_ns)

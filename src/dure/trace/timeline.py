@@ -1,9 +1,9 @@
-"""A timeline of all ranks in the trace-event format, which Perfetto and Chrome show.
+"""A timeline of all ranks in the trace-event format, for Perfetto and Chrome.
 
-Each rank is a process, each group, and each further channel of one, a track of it. Operations that
-the caller waited for are slices on the track (they cannot overlap); asynchronous ones are spans of
-their own kind below it, which can. An arrow leads from the last rank to arrive at a collective to
-the end of each operation that waited for it. Where steps were recorded, they are drawn above the
+Each rank is a process; each group, and each further channel of a group, is a track of it.
+Synchronous operations are slices on the track; they cannot overlap. Asynchronous ones may overlap,
+so they are async events below the track. An arrow leads from the last rank to arrive at a
+collective to the end of each operation that waited for it. Recorded steps are drawn above the
 groups (`tracks`). Times are microseconds from the earliest record.
 
 Source: the trace-event format description,
@@ -27,11 +27,11 @@ TraceEvent = dict[str, Any]
 
 
 def timeline(flight: Flight, groups: tuple[GroupView, ...]) -> dict[str, Any]:
-    """Return the timeline as an object to be written as JSON.
+    """Return the timeline as an object for JSON.
 
     Args:
         flight: The files of all ranks.
-        groups: What `findings.study` made of them, for the arrows.
+        groups: The groups from `findings.study`, for the arrows.
     """
     events: list[TraceEvent] = []
     for file in flight.ranks.values():
@@ -46,7 +46,7 @@ def timeline(flight: Flight, groups: tuple[GroupView, ...]) -> dict[str, Any]:
 
 
 def _tracks(file: RankFile) -> dict[str, int]:
-    """Number the groups of a rank, and what its operations name beside them: channels, old ones."""
+    """Number the groups of a rank, including channels and old groups that its records name."""
     names = dict.fromkeys([*(g.name for g in file.groups), *(r.group for r in file.records)])
     return {name: i for i, name in enumerate(names, start=1)}
 

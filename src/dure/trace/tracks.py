@@ -1,13 +1,13 @@
-"""Steps on a timeline: a track of phases, below it tracks of what travels meanwhile, and of waits.
+"""Steps on a timeline: a track of phases, and below it tracks of waits, buckets and modules.
 
     step        | data |  forward  |      backward          |wait for gradients| optimizer |
     buckets 1                            | bucket 0 |    | bucket 2 |
     buckets 2                                 | bucket 1       |
 
-Slices of one track must not overlap, so a bucket goes to the first track that is free. One beside
-backward is communication that costs nothing; one beside "wait for gradients" is what the step waits
-for. A bucket lasts as long as the operations that it started, where the recorder still has them. So
-do gathers and reductions of a sharded module, which lie on tracks of "modules".
+Slices of one track must not overlap, so a bucket is drawn on the first free track. A bucket beside
+"backward" is hidden communication; one beside "wait for gradients" delays the step. A bucket is
+drawn until the end of its operations, if the recorder still has them. Gathers and reductions of
+sharded modules are drawn the same way on tracks named "modules".
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dure.trace.spans import STEP, WAITS, Span
 
 __all__ = ["steps"]
 
-_FIRST_TRACK = 1000  # above the number of groups that anybody makes
+_FIRST_TRACK = 1000  # above any number of groups
 
 TraceEvent = dict[str, Any]
 Track = tuple[str, int]
-"""What a track shows, and its number among those that show the same."""
+"""The kind of a track, and its number among those of that kind."""
 
 
 def steps(flight: Flight, file: RankFile) -> list[TraceEvent]:
-    """Return the trace events of a rank's spans; none where steps were not recorded."""
+    """Return the trace events of a rank's spans."""
     ended = [record for record in file.records if record.end_ns]
     found = sorted(file.spans, key=lambda span: span.start_ns)
     placed = [(span, _end(span, ended)) for span in found]
@@ -57,9 +57,9 @@ def steps(flight: Flight, file: RankFile) -> list[TraceEvent]:
 
 
 def _end(span: Span, records: list[Record]) -> int:
-    """Return when a span ended: of a bucket, when the last operation did that it started.
+    """Return the end of a span; for a bucket, the end of the last operation that it started.
 
-    Those are the ones of its group that were called while the bucket was being started.
+    These are the operations of its group that were called while the bucket was being started.
     """
     first = bisect_left(records, span.start_ns, key=lambda record: record.start_ns)
     past = bisect_right(records, span.started_ns, key=lambda record: record.start_ns)
@@ -68,7 +68,7 @@ def _end(span: Span, records: list[Record]) -> int:
 
 
 def _tracks(placed: list[tuple[Span, int]]) -> list[Track]:
-    """Return the track of each span: the first of its kind that is free when it begins."""
+    """Return the track of each span: the first of its kind that is free at its start."""
     until: dict[str, list[int]] = {}
     tracks: list[Track] = []
     for span, end in placed:
@@ -80,7 +80,7 @@ def _tracks(placed: list[tuple[Span, int]]) -> list[Track]:
 
 
 def _names(rank: int, numbers: Mapping[Track, int]) -> list[TraceEvent]:
-    """Name the tracks, and put them above the groups', which have no place of their own."""
+    """Name the tracks, and sort them above the groups' tracks, which have no sort index."""
     events: list[TraceEvent] = []
     for place, ((shown, number), tid) in enumerate(numbers.items()):
         label = f"{shown} {number + 1}" if (shown, 1) in numbers else shown

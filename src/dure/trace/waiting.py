@@ -1,7 +1,7 @@
-"""Who waits for whom now: the operations in which ranks were when they wrote their files.
+"""The operations in which ranks were waiting when they wrote their files, and for which ranks.
 
-Files of a run that goes on are written at different moments. So a rank counts as missing from a
-collective only if its file is younger than the call that waits for it, and does not have the call.
+The files of a running job are written at different times. So a rank counts as missing from a
+collective only if its file is newer than the waiting call, and does not have that collective.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dure.trace.events import State
 from dure.trace.merging import Flight, RankFile
 from dure.trace.record import Record
 
-__all__ = ["Waiting", "waiting"]
+__all__ = ["BlockedRank", "waiting"]
 
 _SOON_S = 0.5
-"""An asynchronous operation that runs for less is not waited for: others do meanwhile."""
+"""Asynchronous operations that run for less time do not count as waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """A rank that is in an operation.
+class BlockedRank:
+    """A rank that waits in an operation.
 
     Attributes:
-        rank: Which.
+        rank: Its global rank.
         call: The operation.
-        on: The ranks that have not come to it; none where all have.
-        since_s: How long it had been in it.
+        on: The ranks that have not called it; empty if all have.
+        since_s: How long the rank had been waiting, in seconds.
     """
 
     rank: int
@@ -35,8 +35,8 @@ class Waiting:
     since_s: float
 
 
-def waiting(flight: Flight) -> list[Waiting]:
-    """Return every rank that is in an operation, those that are in it for longest first."""
+def waiting(flight: Flight) -> list[BlockedRank]:
+    """Return every rank that waits in an operation, the longest wait first."""
     last: dict[tuple[int, str], int] = {}
     for rank, file in flight.ranks.items():
         for record in file.records:
@@ -47,7 +47,9 @@ def waiting(flight: Flight) -> list[Waiting]:
     return sorted((each for each in found if each is not None), key=lambda w: -w.since_s)
 
 
-def _waiting(flight: Flight, file: RankFile, last: dict[tuple[int, str], int]) -> Waiting | None:
+def _waiting(
+    flight: Flight, file: RankFile, last: dict[tuple[int, str], int]
+) -> BlockedRank | None:
     now = file.clock.monotonic_ns
     soon = now - int(_SOON_S * 1e9)
     running = [r for r in file.records if r.state is State.STARTED]
@@ -64,7 +66,7 @@ def _waiting(flight: Flight, file: RankFile, last: dict[tuple[int, str], int]) -
             m for m in members if m != file.rank and _is_missing(flight, file, call, m, last)
         )
     since_s = max(0, now - call.start_ns) / 1e9
-    return Waiting(rank=file.rank, call=call, on=on, since_s=since_s)
+    return BlockedRank(rank=file.rank, call=call, on=on, since_s=since_s)
 
 
 def _is_missing(

@@ -265,7 +265,7 @@ def _report(fd: int, error: BaseException) -> None:
     }
     line = sys.modules.get("dure.trace.line")
     if line is not None:
-        line.tell_last()
+        line.send_last_operation()
     _write(fd, {"crash": crash})
 
 

@@ -220,7 +220,7 @@ class Messages:
         self._fail(
             message,
             Desync(
-                "a message is not what its receive expects",
+                "a message does not match its receive",
                 **self.comms.state.where("recv"),
                 peer=envelope.source,
                 calls={rank: here, envelope.source: there},
