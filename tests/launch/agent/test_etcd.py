@@ -67,6 +67,18 @@ def test_two_hosts_join_one_job_and_learn_what_to_do(server: etcd.Etcd) -> None:
         assert one.ask(Leave("a", b"another")) == Gone()
 
 
+def test_a_host_that_asks_again_over_another_connection_keeps_its_lease(server: etcd.Etcd) -> None:
+    with control(server) as one, control(server) as lost, control(server) as again:
+        joins(one, "a")
+        assert isinstance(joins(lost, "b"), Admitted)
+        assert isinstance(joins(again, "b"), Admitted)
+        assert again.ask(Tell("b", b"b")) == Accepted()
+        view = again.ask(Watch("b", b"b"), 5.0)
+        assert isinstance(view, View) and isinstance(view.action, Work)
+        assert again.ask(Leave("b", b"b")) == Accepted()
+        assert joins(lost, "b") == Gone()
+
+
 def test_a_host_that_comes_back_to_no_job_finds_none(server: etcd.Etcd) -> None:
     with control(server) as one:
         assert joins(one, "b", former="a") == NoJob()

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from dure.errors import LaunchError, StoreRefused, UsageError
+from dure.errors import LaunchError, StoreRefused, StoreTimeout, UsageError
 from dure.launch import JobSpec
 from dure.launch.agent import link as links
-from dure.launch.agent.control import open_control
-from dure.launch.agent.events import Leave, Left, Wait
+from dure.launch.agent.control import CoordinatorClient, open_control
+from dure.launch.agent.events import Leave, Left, Wait, Work
 from dure.launch.agent.link import HostEndpoint, Link, pause, settings_of
+from dure.launch.agent.messages import Answer, Control, Message
 from dure.launch.signals import Interrupted, caught_signals
 from dure.store import network
 from dure.store.builds import Build, own_build
@@ -68,6 +69,39 @@ def test_a_job_that_has_ended_is_not_the_next_one(
             member = following.join("b")
             assert following.endpoint.coordinates
             assert isinstance(member.action(), Wait)
+
+
+def test_a_host_whose_answer_was_lost_is_counted_once(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, spec, ask, lost = mint(), job(port), CoordinatorClient.ask, list[Message]()
+
+    def asked(self: CoordinatorClient, message: Message, timeout_s: float = 0.0) -> Answer:
+        answer = ask(self, message, timeout_s)
+        if not lost:
+            lost.append(message)
+            raise StoreTimeout("the answer was lost", op="control", keys=())
+        return answer
+
+    with linked(spec, key) as first, linked(spec, key) as second:
+        one = first.join("a")
+        monkeypatch.setattr(CoordinatorClient, "ask", asked)
+        two = second.join("b")
+        for member in (one, two):
+            until(lambda member=member: isinstance(member.action(), Work))
+
+
+def test_a_coordinator_far_away_is_given_more_time_with_each_attempt(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(endpoint: str, secret: bytes, patience_s: float) -> Control:
+        if patience_s < 1.5:  # five round trips of 0.3 s
+            raise StoreTimeout("no answer yet", op="check", keys=())
+        return open_control(endpoint, secret, patience_s)
+
+    monkeypatch.setattr(links, "open_control", opened)
+    with linked(job(port), mint()) as link:
+        assert isinstance(link.join("a").action(), Wait)
 
 
 def test_ranks_have_a_key_that_does_not_open_the_control_server(port: int) -> None:

@@ -28,13 +28,12 @@ JOB = HostsJob(
 def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
     directory = tmp_path / "with a blank"
     directory.mkdir()
-    say = "import os, sys; print(os.environ['A'], os.getcwd(), sys.stdin.read())"
+    say = "import os, sys; print(os.environ['A'], os.environ['v'], os.getcwd(), sys.stdin.read())"
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\nexec python3 -c {shlex.quote(say)}\n")
     program.chmod(0o755)
-    job = dataclasses.replace(
-        JOB, directory=str(directory), python=str(program), exports={"A": "1 2'$x\\n"}
-    )
+    exports = {"A": "1 2'$x\\n", "v": "3"}
+    job = dataclasses.replace(JOB, directory=str(directory), python=str(program), exports=exports)
     key, command = bytes(range(32)), host_command(job, 0)
     assert key.hex() not in command
     assert "1 2'" not in command
@@ -44,7 +43,7 @@ def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
         capture_output=True,
         check=True,
     )
-    assert done.stdout.decode().split("\n")[0] == f"1 2'$x\\n {directory} {key.hex()}"
+    assert done.stdout.decode().split("\n")[0] == f"1 2'$x\\n 3 {directory} {key.hex()}"
 
 
 def test_value_of_several_lines_is_refused():

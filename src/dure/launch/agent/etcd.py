@@ -79,10 +79,11 @@ _CROWD_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A key's value, and the revision of its last change."""
+    """A key's value, the revision of its last change, and its lease."""
 
     revision: int
     value: bytes
+    lease: int
 
 
 _Keys = dict[str, _Kept]
@@ -178,8 +179,11 @@ class EtcdControl:
             keys = self._read(self._asking)[1]
             state = _state_of(keys)
             if _MEMBERS + agent in keys and isinstance(state, JobState):
-                self._lease = lease  # the answer to an earlier attempt was lost
+                self._lease = keys[_MEMBERS + agent].lease  # an earlier answer was lost
                 return Admitted(state.settings)
+            plan = state.plan if isinstance(state, JobState) else None
+            if plan is not None and agent in plan.members:
+                return Gone()  # its lease has ended since an earlier attempt
             members = [name for name in keys if name.startswith(_MEMBERS)]
             if isinstance(state, str):
                 if members or former:
@@ -359,7 +363,8 @@ def _state_of(keys: _Keys) -> JobState | str | None:
 
 
 def _kept(found: Json) -> _Kept:
-    return _Kept(int(found["mod_revision"]), decoded(found.get("value", "")))
+    lease = int(found.get("lease", 0))
+    return _Kept(int(found["mod_revision"]), decoded(found.get("value", "")), lease)
 
 
 def _below(prefix: str) -> Json:

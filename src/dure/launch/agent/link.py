@@ -54,7 +54,10 @@ if TYPE_CHECKING:
 __all__ = ["HostEndpoint", "Link", "pause"]
 
 _PAUSE_S = 0.1
-_DIAL_S = 0.5
+_DIAL_S, _LONGEST_DIAL_S = 0.5, 2.0
+"""How long an attempt to reach the coordinator takes at first, and at most: the time doubles with
+each failure. A connection needs five round trips. Ctrl-C waits for the end of an attempt."""
+
 _REPORT_S = 3.0
 
 _REJOIN_S = 60.0
@@ -129,6 +132,7 @@ class Link:
         self._spec, self._reaper = spec, reaper
         self._signals, self._say = signals, say
         self._member: HostMember | None = None
+        self._unanswered: Join | None = None  # may have been carried out
 
     def join(self, host: str, port: int = 0) -> HostMember:
         """Find the job and become a member under a new name, the first time or again.
@@ -143,6 +147,7 @@ class Link:
             UsageError: The other hosts were started with other flags.
         """
         spec, former = self._spec, ""
+        self._unanswered = None
         if self._member is not None:
             former = self._member.agent
             self._member.close()
@@ -173,12 +178,13 @@ class Link:
     def _enter(
         self, control: Control, host: str, port: int, settings: Settings, former: str
     ) -> bool:
-        """Ask to become a member; False: there is no job here (yet)."""
-        spec, address = self._spec, self.endpoint.address
-        joined = Joined(uuid.uuid4().hex[:12], host, spec.nproc, spec.node_rank, address, port)
-        elastic = spec.elastic or spec.keep_going
-        joining = Join(joined, secrets.token_bytes(16), settings, elastic, former)
-        sent = boottime()
+        """Ask to become a member; False: there is no job here (yet).
+
+        A request whose answer was lost is repeated under the same name: under another one, the job
+        would count this host twice, and start a round with a member that does not exist.
+        """
+        joining = self._unanswered or self._request(host, port, settings, former)
+        joined, sent = joining.joined, boottime()
         try:
             answer = control.ask(joining)
         except StoreRefused:
@@ -186,7 +192,9 @@ class Link:
             raise
         except StoreError:
             control.close()
+            self._unanswered = joining
             return False
+        self._unanswered = None
         if not isinstance(answer, Admitted):
             control.close()
             if isinstance(answer, Refusal):
@@ -197,6 +205,13 @@ class Link:
         will = LastWill(self.endpoint.url, self.endpoint.secret, joined.agent, joining.nonce)
         self._reaper.appoint(msgspec.msgpack.encode(will))
         return True
+
+    def _request(self, host: str, port: int, settings: Settings, former: str) -> Join:
+        """Return a request to become a member, under a new name."""
+        spec, address = self._spec, self.endpoint.address
+        joined = Joined(uuid.uuid4().hex[:12], host, spec.nproc, spec.node_rank, address, port)
+        elastic = spec.elastic or spec.keep_going
+        return Join(joined, secrets.token_bytes(16), settings, elastic, former)
 
     def _unreachable(self, waited_s: float) -> LaunchError:
         """Return the error for a host that has never found the job."""
@@ -275,6 +290,7 @@ class HostEndpoint:
         self._coordinator: Coordinator | None = None  # if this launcher coordinates
         self._servers: list[StoreServer] = []
         self.trouble = self.address = ""
+        self._dial_s = _DIAL_S
         patience_s = patience_for_names(spec.join_timeout_s, _UNKNOWN_S)
         await_name(self._host, patience_s, say, lambda seconds: pause(spec, signals, seconds))
         self._there = resolve_shared(self._host, self._port, "the endpoint's host")
@@ -303,8 +319,9 @@ class HostEndpoint:
         if not self.address:  # the interface is down
             return None
         try:
-            control = open_control(there.endpoint, self.secret, _DIAL_S)
+            control = open_control(there.endpoint, self.secret, self._dial_s)
         except (StoreTimeout, StoreLost):
+            self._dial_s = min(2 * self._dial_s, _LONGEST_DIAL_S)
             return None
         except StoreRefused as error:
             if self.trouble and error.foreign:

@@ -303,5 +303,5 @@ def say_dead() -> None:
     Standard input has what the launcher gave the reaper.
     """
     will = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=LastWill)
-    control = open_control(will.endpoint, will.secret, 1.0)
+    control = open_control(will.endpoint, will.secret, 2.0)
     control.ask(Leave(will.agent, will.nonce, "its launcher was killed"))

@@ -25,7 +25,8 @@ from dure.launch.supervisor import Timing
 
 __all__ = ["HostsJob", "agent_words", "first_lines", "host_command", "shown_command"]
 
-_READ = 'while IFS= read -r v && [ -n "$v" ]; do export "$v"; done'
+_READ = 'while IFS= read -r __dure && [ -n "$__dure" ]; do export "$__dure"; done'
+"""The loop's own variable has a name that no user's `-x` has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
