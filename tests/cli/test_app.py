@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,22 @@ def test_a_closed_standard_output_is_no_error() -> None:
     words = f"exec {sys.executable} -m dure.cli version >&-"
     done = subprocess.run(["/bin/sh", "-c", words], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_launcher_whose_streams_are_closed_runs_its_job(closed: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib, sys\n"
+        "print('output')\n"
+        "print('error', file=sys.stderr)\n"
+        "pathlib.Path(sys.argv[1], 'ran' + os.environ['RANK']).touch()\n"
+    )
+    words = (
+        f"exec {sys.executable} -m dure.cli run --nproc 2 --no-zygote {program} {tmp_path} {closed}"
+    )
+    done = subprocess.run(["/bin/sh", "-c", words], stdout=subprocess.DEVNULL, check=False)
+    assert (done.returncode, len(list(tmp_path.glob("ran*")))) == (0, 2)
 
 
 @pytest.mark.parametrize("module", ["dure", "dure.run", "dure.launch"])

@@ -37,6 +37,7 @@ def main(*words: str, args: list[str] | None = None) -> None:
     mine = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and is not ignored
     if mine:
         signal.signal(signal.SIGINT, _leave)
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals without our arrows
         sys.stdout.reconfigure(errors="replace")
     from dure.cli import app  # lazy: Ctrl-C already works here
@@ -64,6 +65,13 @@ def main(*words: str, args: list[str] | None = None) -> None:
     if mine:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the interpreter exits
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for standard streams that are closed: else pipes would get their numbers."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
