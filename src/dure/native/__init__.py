@@ -105,47 +105,25 @@ if TYPE_CHECKING:
         unpack_tensor,
     )
 else:
-    from dure.native._absent import copy_bytes as _plain_copy
-    from dure.native._absent import copy_from_file as _copy_nothing
-    from dure.native._absent import crc32c as _slow_crc32c
+    from dure.native import _absent
 
     try:
-        import dure.native._engine as _found
+        from dure.native import _engine
     except ImportError as error:
-        from dure.native import _absent as _found
-
+        _engine = _absent
         _reason = _reason or f"the native engine is not built, or does not load: {error}"
-    # Extensions from before 0.2 do not say their protocol; it was 9.
-    _protocol = getattr(_found, "protocol", 9)
-    if not _reason and _protocol != PROTOCOL:
-        _reason = (
-            f"the native engine was built from other sources: it has protocol {_protocol}, "
-            f"and the Python sources have protocol {PROTOCOL}; install Dure again"
-        )
-    Channel, Group, Outcome = _found.Channel, _found.Group, _found.Outcome
-    HeapMemory, Process, Request = _found.HeapMemory, _found.Process, _found.Request
-    Inbox, Outbox, Ticket = _found.Inbox, _found.Outbox, _found.Ticket
-    heap_allocate, heap_trim = _found.heap_allocate, _found.heap_trim
-    heap_give, heap_take = _found.heap_give, _found.heap_take
-    heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
-    heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
-    change_word, put_into_storage = _found.change_word, _found.put_into_storage
-    not_copied_in_children = _found.not_copied_in_children
-    # Older builds of the extension do not have these.
-    heap_taken = getattr(_found, "heap_taken", int)
-    heap_lend = getattr(_found, "heap_lend", lambda address, to: 0)
-    heap_share = getattr(_found, "heap_share", _found.heap_allocate)
-    crc32c = getattr(_found, "crc32c", _slow_crc32c)
-    copy_bytes = getattr(_found, "copy_bytes", _plain_copy)
-    copy_from_file = getattr(_found, "copy_from_file", _copy_nothing)
-    kernel_isa, select_kernel_isa = _found.kernel_isa, _found.select_kernel_isa
-    reduce, call_site = _found.reduce, _found.call_site
-    pack_tensor, unpack_tensor = _found.pack_tensor, _found.unpack_tensor
-    know_torch, set_library_folders = _found.know_torch, _found.set_library_folders
-    Subject, set_subject, subject = _found.Subject, _found.set_subject, _found.subject
+    _names = set(__all__) - {"available", "require"}
+    _protocol = getattr(_engine, "protocol", None)
+    _missing = sorted(name for name in _names if not hasattr(_engine, name))
+    if not _reason and (_protocol != PROTOCOL or _missing):
+        _found = f"it has protocol {_protocol}, and the Python sources have protocol {PROTOCOL}"
+        if _protocol == PROTOCOL:
+            _found = f"it does not have {', '.join(_missing)}"
+        _reason = f"the native engine was built from other sources: {_found}; install Dure again"
+        _engine = _absent
+    globals().update({name: getattr(_engine, name) for name in _names})
     _most = env.text("DURE_ISA")
-    # An older build of the extension does not have this, and supports no limit.
-    if _most and not getattr(_found, "limit_isa", bool)(_most):
+    if _most and not _engine.limit_isa(_most):
         raise UsageError(
             "DURE_ISA must be generic, avx2 or avx512",
             seen=repr(_most),

@@ -14,46 +14,6 @@ from typing import Any, NoReturn  # Any: the arguments of missing functions
 
 from dure.errors import UsageError
 
-__all__ = [
-    "Channel",
-    "Group",
-    "HeapMemory",
-    "Inbox",
-    "Outbox",
-    "Outcome",
-    "Process",
-    "Request",
-    "Subject",
-    "Ticket",
-    "call_site",
-    "change_word",
-    "copy_bytes",
-    "copy_from_file",
-    "crc32c",
-    "heap_allocate",
-    "heap_give",
-    "heap_identity",
-    "heap_lend",
-    "heap_offset",
-    "heap_peer",
-    "heap_share",
-    "heap_take",
-    "heap_taken",
-    "heap_trim",
-    "heap_usage",
-    "kernel_isa",
-    "know_torch",
-    "not_copied_in_children",
-    "pack_tensor",
-    "put_into_storage",
-    "reduce",
-    "select_kernel_isa",
-    "set_library_folders",
-    "set_subject",
-    "subject",
-    "unpack_tensor",
-]
-
 
 def _missing(name: str) -> UsageError:
     return UsageError(
