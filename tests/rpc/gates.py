@@ -8,7 +8,7 @@ from typing import Any
 
 from dure.rpc import api
 from dure.rpc.autograd.backward import attach
-from dure.testing import rpc as testing
+from tests.rpc.cluster import Cluster as Workers
 from tests.waiting import PATIENCE_S
 
 
@@ -29,7 +29,7 @@ class Gate:
             assert cls.reached.acquire(timeout=PATIENCE_S), "nobody comes to the gate"
 
 
-class Cluster(testing.Cluster):
+class Cluster(Workers):
     """Workers, whose calls at the gate go on at the end, also of a test that fails."""
 
     def __enter__(self) -> Cluster:

@@ -17,7 +17,7 @@ from dure.rpc.agent import Agent
 from dure.rpc.peers import MOST_IDS
 from dure.rpc.remote_module import RemoteModule
 from dure.store import HashStore
-from dure.testing.rpc import LocalTransport
+from tests.rpc.cluster import LocalTransport
 from tests.rpc.gates import Cluster
 from tests.waiting import until
 
