@@ -1,16 +1,16 @@
-"""Layouts: which rank of an array of ranks stands where, as sizes and strides.
+"""Layouts of an array of ranks, as sizes and strides.
 
-A mesh's ranks are an array. Whatever a mesh does with its axes (slice, flatten, split, join) is
-arithmetic on how that array is walked through, and needs neither the ranks themselves nor a group:
+A mesh's ranks are an array. Slicing, flattening, splitting and joining axes of a mesh is arithmetic
+on sizes and strides, without ranks or groups:
 
 - A *position* is an index into the flat array of the root mesh's ranks.
-- An *axis* takes `size` positions, counted from its first. It is a list of (size, stride) digits,
-  the last one running fastest: position = sum of digit * stride. One digit does for every axis of
-  an array; an axis made by flattening axes that are no neighbours needs one for each.
+- An *axis* has `size` positions, relative to its first. It is a list of (size, stride) digits, of
+  which the last varies fastest: position = sum of digit * stride. An axis of an array has one
+  digit; an axis made by flattening axes that are not adjacent has one digit per axis.
 - A *layout* is a tuple of axes. Axis 0 varies slowest, as in a tensor in row-major order.
 
-Axes are kept normalised: digits of size 1 are dropped, and two digits that count on from each other
-are one. So two axes with the same positions in the same order are equal, and hash alike.
+Axes are normalized: digits of size 1 are dropped, and adjacent digits that are equivalent to a
+single one are joined. So axes with the same positions in the same order are equal.
 
 Source: the layouts of CuTe (https://docs.nvidia.com/cutlass/media/docs/cpp/cute/02_layout_algebra.html),
 restricted to what cutting an array of ranks needs.
@@ -32,10 +32,10 @@ __all__ = ["Axis", "Layout"]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The positions along one axis, counted from its first.
+    """The positions along one axis, relative to its first.
 
     Args:
-        digits: (size, stride) pairs, the last running fastest; normalised when made.
+        digits: (size, stride) pairs, the last varying fastest; they are normalized.
     """
 
     digits: tuple[tuple[int, int], ...]
@@ -45,7 +45,7 @@ class Axis:
         for size, stride in digits:
             if size < 1 or stride < 1:
                 raise MeshError(
-                    "an axis has sizes and strides of at least 1",
+                    "sizes and strides of an axis must be at least 1",
                     seen=f"size {size}, stride {stride}",
                 )
             if size == 1:
@@ -63,28 +63,28 @@ class Axis:
 
     @property
     def stride(self) -> int | tuple[int, ...]:
-        """Distance of neighbours; one for each digit where neighbours are not evenly apart."""
+        """Distance of adjacent positions; one for each digit if there are several."""
         strides = tuple(stride for _, stride in self.digits) or (1,)
         return strides[0] if len(strides) == 1 else strides
 
     def positions(self) -> list[int]:
-        """Return the positions in their order, the first being 0."""
+        """Return the positions in order; the first is 0."""
         ranges = [range(0, size * stride, stride) for size, stride in self.digits]
         return [sum(parts) for parts in itertools.product(*ranges)]
 
     def index(self, position: int) -> int:
-        """Return where a position stands on the copy of this axis that it is on."""
+        """Return the index of a position along this axis."""
         index = 0
         for size, stride in self.digits:
             index = index * size + position // stride % size
         return index
 
     def split(self, sizes: Sequence[int]) -> tuple[Axis, ...]:
-        """Cut the axis into several, the last of which varies fastest.
+        """Split the axis into several, of which the last varies fastest.
 
         Raises:
-            MeshError: The sizes do not multiply to that of the axis, or cut through a digit: six
-                positions that lie as 2 times 3 are 2 times 3, but not 3 times 2.
+            MeshError: The product of the sizes is not the size of the axis, or they split a digit:
+                an axis with digits of sizes 2 and 3 can be split into 2 and 3, but not 3 and 2.
         """
         if any(size < 1 for size in sizes) or math.prod(sizes) != self.size:
             raise MeshError(
@@ -101,7 +101,7 @@ class Axis:
                 part = math.gcd(left, size)
                 if part < min(left, size):
                     raise MeshError(
-                        "the axis cannot be cut like this, its ranks are not evenly apart",
+                        "the axis cannot be split into these sizes: its strides are not uniform",
                         seen=f"{tuple(sizes)} for an axis of {self.size} with strides "
                         f"{self.stride}",
                     )
@@ -115,13 +115,13 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Axes over the positions of one array; see the head of this file."""
+    """A tuple of axes over the positions of one array (see the module's docstring)."""
 
     axes: tuple[Axis, ...]
 
     @classmethod
     def row_major(cls, shape: Sequence[int]) -> Layout:
-        """Return the layout of a whole array of this shape."""
+        """Return the layout of a row-major array of this shape."""
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         return cls(tuple(Axis([pair]) for pair in zip(shape, strides, strict=True)))
 
@@ -141,15 +141,15 @@ class Layout:
         return tuple(axis.stride for axis in self.axes)
 
     def positions(self) -> list[int]:
-        """Return all positions, the last axis running fastest."""
+        """Return all positions, the last axis varying fastest."""
         return self.flatten().positions()
 
     def select(self, axes: Sequence[int]) -> Layout:
-        """Keep these axes, in this order."""
+        """Return the layout of some of the axes, in this order."""
         return Layout(tuple(self.axes[axis] for axis in axes))
 
     def flatten(self) -> Axis:
-        """Join all axes into one that walks through the same positions in the same order."""
+        """Join all axes into one with the same positions in the same order."""
         return Axis(itertools.chain.from_iterable(axis.digits for axis in self.axes))
 
     def split(self, axis: int, sizes: Sequence[int]) -> Layout:
@@ -158,10 +158,10 @@ class Layout:
 
     @staticmethod
     def concatenate(layouts: Iterable[Layout]) -> Layout:
-        """Put the axes of several layouts one after another.
+        """Concatenate the axes of several layouts.
 
         Raises:
-            MeshError: They overlap, or one is cut where the other is not.
+            MeshError: The result is not nested: axes overlap.
         """
         joined = Layout(tuple(axis for layout in layouts for axis in layout.axes))
         if not joined.is_nested():
@@ -171,10 +171,10 @@ class Layout:
         return joined
 
     def is_nested(self) -> bool:
-        """Tell whether each digit counts whole runs of the digits below it.
+        """Return whether each stride is a multiple of the extent of the digits below it.
 
-        Then no position is reached on two ways, and copies of the layout fill an array. Every
-        layout that is cut from a row-major one is nested.
+        Then positions are distinct, and shifted copies of the layout fill an array. Every layout
+        that is made from a row-major one is nested.
         """
         filled = 1
         for size, stride in sorted(self.flatten().digits, key=lambda digit: digit[1]):
@@ -184,10 +184,10 @@ class Layout:
         return True
 
     def complement(self, size: int) -> Axis:
-        """Return where the copies of the layout begin that together fill `size` positions.
+        """Return the first positions of the copies of the layout that fill `size` positions.
 
         Raises:
-            MeshError: The layout is not nested, or its copies do not fill so many.
+            MeshError: The layout is not nested, or copies of it cannot fill `size` positions.
         """
         digits: list[tuple[int, int]] = []
         filled = 1
@@ -208,11 +208,11 @@ class Layout:
         return [[first + position for position in own] for first in firsts]
 
     def coordinate(self, position: int) -> tuple[int, ...]:
-        """Return where a position stands on each axis of the copy that it is in."""
+        """Return the coordinate of a position within its copy of the layout."""
         return tuple(axis.index(position) for axis in self.axes)
 
     def first(self, position: int) -> int:
-        """Return the first position of the copy that `position` is in."""
+        """Return the first position of the copy of the layout that has `position`."""
         return position - sum(
             position // stride % size * stride for size, stride in self.flatten().digits
         )

@@ -1,7 +1,7 @@
 """torch's path `torch.distributed.rendezvous`.
 
-`import dure.rendezvous` makes this module an attribute of `dure`, where torch has the function. So
-the module can be called.
+`import dure.rendezvous` sets this module as an attribute of `dure`, in place of the function of
+this name. So the module is callable.
 """
 
 from __future__ import annotations

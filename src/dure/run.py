@@ -31,10 +31,13 @@ if not TYPE_CHECKING:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run `dure run` with these arguments, or those of the command line; return if it succeeds.
+    """Run `dure run`, and return if it succeeds.
+
+    Args:
+        args: The arguments; None for those of the command line.
 
     Raises:
-        SystemExit: It failed; the code is that of `dure run`.
+        SystemExit: The job failed; the code is that of `dure run`.
     """
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -47,10 +50,11 @@ def main(args: list[str] | None = None) -> None:
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """Return a parser of the flags of `dure run`, to which others can be added.
+    """Return a parser of the flags of `dure run`, to which a program can add others.
 
-    Flags that were not given are absent from what it parses. `parse_args` also reads flags with
-    underscores and shortened ones.
+    Returns:
+        The parser. Its result has no attributes for missing flags. Unlike `parse_args`, it does not
+        accept flags with underscores or shortened flags.
     """
     parser = argparse.ArgumentParser(
         prog="dure run", parents=[run_parser().arguments], add_help=False
@@ -61,14 +65,17 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Read a command line of `dure run`; None: this program's.
+    """Parse a command line of `dure run`.
+
+    Args:
+        args: The arguments; None for those of this program.
 
     Returns:
-        The flags that were given, by their names (`nproc`, `nnodes`, `max_restarts`, ...), and
-        `training_script` with its `training_script_args`.
+        The given flags by name (`nproc`, `nnodes`, `max_restarts`, ...), and `training_script` with
+        its `training_script_args`.
 
     Raises:
-        UsageError: A flag is unknown or its value is wrong.
+        UsageError: A flag is unknown, or its value is invalid.
     """
     given = run_parser().parse(sys.argv[1:] if args is None else args)
     return argparse.Namespace(
@@ -77,9 +84,13 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]:
-    """Return what `elastic_launch` needs: the settings, and the program with its arguments.
+    """Convert parsed flags to the arguments of `elastic_launch`; drops flags unknown to torchrun.
 
-    Flags that torchrun does not have get lost.
+    Args:
+        args: The result of `parse_args` or of the parser of `get_args_parser`.
+
+    Returns:
+        The configuration, the program, and the program's arguments.
 
     Raises:
         UsageError: Flags contradict each other, or the program is missing.
@@ -108,10 +119,10 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, str, list[
 
 
 def run(args: argparse.Namespace) -> None:
-    """Start the job and return when it has succeeded.
+    """Run a job, and return when it has succeeded.
 
     Args:
-        args: What `parse_args` or the parser of `get_args_parser` returned.
+        args: The result of `parse_args` or of the parser of `get_args_parser`.
 
     Raises:
         LaunchError: A rank failed, or the job could not be started.

@@ -1,12 +1,12 @@
-"""Which build of Dure this is, and what the processes of a job compare when they meet.
+"""The build of Dure, which the processes of a job compare at their rendezvous.
 
-A *build* is a version and a protocol. Processes of one job must have equal builds, since only
-processes of one version are tested together. Builds are compared at every rendezvous, in messages
+A *build* is a version and a protocol. The processes of a job must have equal builds, because only
+processes of one version are tested together. They compare builds at every rendezvous, in messages
 that are exchanged anyway (`dure.store.builds`).
 
-A version that is not released yet carries the day and the commit that it was built from:
-`0.2.0.dev20261128+g5d4b20e5`. Installing writes it into the module `dure._build`, so no process
-runs git. In a checkout that was never installed the module is missing; the version is `RELEASE`.
+An unreleased version has the day and the commit of its sources: `0.2.0.dev20261128+g5d4b20e5`.
+Installing writes it into the module `dure._build`, so no process runs git. A checkout that was
+never installed does not have this module; its version is `RELEASE`.
 
 Internal: names here may change in any release. The version is `dure.__version__`.
 """
@@ -14,13 +14,13 @@ Internal: names here may change in any release. The version is `dure.__version__
 from __future__ import annotations
 
 RELEASE = "0.2.0.dev0"
-"""The version, written by hand here and nowhere else. One that ends in `.dev0` is not released yet:
+"""The version; this is the only place to change it. `.dev0` marks an unreleased version, for which
 `scripts/build_version.py` replaces the 0 by the day and adds the commit."""
 
 PROTOCOL = 11
-"""Raised by one when what processes of a job send each other, or share, changes so that older ones
-would not understand it: messages of the rendezvous, of stores, launchers and RPC, the layout of the
-native engine's shared memory (csrc/core/layout.h, which is compiled with this number)."""
+"""Increased by one with each incompatible change of the data that processes of a job exchange or
+share: messages of rendezvous, stores, launchers and RPC, and the layout of the native engine's
+shared memory (csrc/core/layout.h, which is compiled with this number)."""
 
 try:
     from dure._build import VERSION as _built  # pyright: ignore
