@@ -1,4 +1,4 @@
-"""Run drills until so many processes were killed; print who, what came of it, and how soon."""
+"""Run drills until a number of processes were killed; print a table of outcomes and times."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from drills.plans import Death, Plan, draw_plan
 from drills.stops import end_many
 
 MOST_ODD = 25
-"""So many odd jobs are enough to look at."""
+"""The drill stops after so many jobs with an unexpected outcome."""
 
 KEEP = Path("runs/drill")
-"""Where odd jobs are kept."""
+"""Where the folders of these jobs are kept."""
 
 Victim = tuple[str, str]
-"""The job's kind, and who was killed."""
+"""The job's kind, and the kind of process that was killed."""
 
 
 def run_job(plan: Plan, folder: Path) -> list[Death]:
-    """Run one job in `folder`; return whom it has lost.
+    """Run one job in `folder`; return its deaths.
 
     Raises:
-        Odd: It has not ended as it must.
+        Odd: The job did not end as it must.
     """
     job = Job(plan, folder)
     try:
@@ -44,7 +44,7 @@ def run_job(plan: Plan, folder: Path) -> list[Death]:
 
 
 def table(deaths: list[tuple[Victim, Death]], odd: Counter[Victim]) -> str:
-    """Return the table of kinds and victims."""
+    """Return the table by kind of job and victim."""
     lines = [
         "| job | victim | kills | odd | recovery: median | longest |",
         "| --- | --- " + "| ---: " * 4 + "|",
@@ -82,7 +82,7 @@ def drill(wanted: int, seed: int) -> int:
                 deaths += [((plan.kind, death.kill.victim), death) for death in of_job]
                 num_kills += sum(death.kill.deaths for death in of_job)
                 times = ", ".join(f"{death.recovery_s:.2f}" for death in of_job)
-                verdict = f"as foretold (recovered after {times} s)"
+                verdict = f"as expected (recovered after {times} s)"
             print(f"{num_kills:4d}  seed {plan.seed}  {plan}: {verdict}", flush=True)
     finally:
         took_s = time.monotonic() - began
@@ -93,11 +93,11 @@ def drill(wanted: int, seed: int) -> int:
 
 def main() -> int:
     """Read the command line."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # be it started in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background processes
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog="python -m drills", description=__doc__)
     parser.add_argument("--kills", type=int, default=500)
-    parser.add_argument("--stops", type=int, help="instead, end so many jobs as systemd does")
+    parser.add_argument("--stops", type=int, help="instead, end this many jobs as systemd does")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)

@@ -1,7 +1,7 @@
-"""Carry out what is planned for a job: find who is meant, and kill, stop or ask.
+"""Carry out the plan of a job: find the planned process, and kill it, stop it or ask it to end.
 
-Some are meant by what they do: a file with an order lies at a point of the program (`programs`),
-and who comes there first takes it, and dies a moment later.
+Some processes are chosen by what they do: a file names a point of the program (`programs`), and the
+first process that reaches this point takes the file and dies a moment later.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _POINTS = {
     "survivor while it sends the state": ("send", 0.1),
     "survivor while all regroup": ("agree", 0.2),
 }
-"""Where who is meant comes by, and by how much his delay is shortened."""
+"""The point of the program that a victim reaches, and a factor for the delay of its death."""
 
 _HELPERS = {"reaper": b"reaper.py", "zygote": b"forking.py"}
-"""What is in the command of a launcher's helper."""
+"""A part of the command line of a launcher's helper."""
 
 
 def carry_out(job: Job, kill: Kill) -> Death:
-    """Do to the job what `kill` says.
+    """Carry out one planned kill.
 
     Raises:
-        Odd: Nobody has come to where somebody was to die.
+        Odd: No process reached the point at which one was to die.
     """
     if kill.harmless:
         return _harmless(job, kill)
@@ -70,7 +70,7 @@ def _kill_ranks(job: Job, kill: Kill) -> Death:
 
 
 def _kill_at_point(job: Job, kill: Kill) -> Death:
-    """Leave an order at a point; kill somebody else first, if it takes that to come there."""
+    """Order a death at a point; kill another process first if only its death leads to the point."""
     point, share = _POINTS[kill.victim]
     delay_s = kill.delay_s * share
     before = sum(_POINTS.get(death.kill.victim, ("", 0))[0] == point for death in job.deaths)
@@ -79,7 +79,7 @@ def _kill_at_point(job: Job, kill: Kill) -> Death:
     taken = job.folder / "taken"
     job.wait(
         lambda: len(list(taken.glob(f"{point}-*"))) > before or not job.running,
-        f"somebody at the point {point!r}",
+        f"a process at the point {point!r}",
     )
     death.at = time.monotonic() + delay_s
     return death
@@ -89,7 +89,7 @@ def _kill_at_point(job: Job, kill: Kill) -> Death:
 
 
 def _kill_agent(job: Job, kill: Kill) -> Death:
-    """Kill an agent, or ask one to end; with it those whom the plan names."""
+    """Kill an agent, or ask one to end; also kill the workers that the plan names."""
     agent = _choose_agent(job, kill)
     coordinates = len(job.agents) == 1 or agent is _coordinator(job)
     at = time.monotonic()
@@ -122,7 +122,7 @@ def _choose_agent(job: Job, kill: Kill) -> Agent:
 
 
 def _coordinator(job: Job) -> Agent | None:
-    """Return the agent that listens at the endpoint, or else the first."""
+    """Return the agent that listens at the endpoint, else the first running one."""
     sockets = {f"socket:[{inode}]" for inode in listening(job.port)}
     for agent in job.running:
         with suppress(OSError):

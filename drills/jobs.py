@@ -1,9 +1,7 @@
-"""Start a job of a drill, let it live through what is planned (`acts`), bring it to its end, and
-look whether that is as it must be.
+"""Start a job of a drill, carry out its plan (`acts`), end it, and check its outcome.
 
-Before each kill the job has made progress since the last one: every living agent's ranks have
-committed a step. So each kill meets a job that is whole, and costs it one restart, unless two of
-them happen at once.
+Before each kill the job has made progress since the last one: the ranks of every live agent have
+committed a step. So each kill costs a complete job one restart, unless two kills happen at once.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ STACKS_S = 2.0
 
 
 class Odd(AssertionError):
-    """A job did what it must not."""
+    """The outcome of a job is not the expected one."""
 
 
 @dataclass
 class Agent:
-    """One `dure run`, which plays a host; `due` is its own exit code, if that is not the job's."""
+    """One `dure run`, as one host; `due` is its expected exit code if it differs from the job's."""
 
     process: subprocess.Popen[str]
     number: int
@@ -43,13 +41,13 @@ class Agent:
 
 
 class Job:
-    """One job, in a folder of its own.
+    """One job, in a separate folder.
 
     Attributes:
-        plan: What is to happen.
-        folder: Where its processes write.
-        agents: In the order they were started.
-        deaths: What has happened.
+        plan: The plan of the job.
+        folder: The folder to which its processes write.
+        agents: Its agents in the order of their start.
+        deaths: The deaths so far.
     """
 
     def __init__(self, plan: Plan, folder: Path) -> None:
@@ -74,9 +72,9 @@ class Job:
         if plan.max_restarts:
             words += ["--max-restarts", str(plan.max_restarts), "--restart-delay", "0"]
         if plan.kind == "elastic":
-            # What the first optimizer of a process imports, for a second: once, not in each rank.
+            # The first optimizer imports torch._dynamo for a second: once instead of in each rank.
             words += ["--elastic", "--min-ranks", "1", "--preload", "torch._dynamo"]
-        if not any(kill.victim == "zygote" for kill in plan.kills):  # which has torch to import
+        if not any(kill.victim == "zygote" for kill in plan.kills):  # the zygote imports torch
             words += ["--no-zygote"] if plan.kind == "rounds" else []
         if plan.agents > 1:
             words += ["--nnodes", f"{plan.min_agents}:{plan.agents}"]
@@ -104,19 +102,19 @@ class Job:
     # ---- what ranks say ----------------------------------------------------------------------
 
     def said(self) -> list[dict[str, Any]]:
-        """Return all that was written down, as far as lines are whole; in no order."""
+        """Return all entries of the ranks' files that have complete lines, in no order."""
         for path in (self.folder / "said").iterdir():
             begin = self._read.get(path.name, 0)
             with path.open("rb") as file:
                 file.seek(begin)
                 text = file.read()
-            whole = text.rfind(b"\n") + 1
-            self._read[path.name] = begin + whole
-            self._said += [json.loads(line) for line in text[:whole].splitlines()]
+            complete = text.rfind(b"\n") + 1
+            self._read[path.name] = begin + complete
+            self._said += [json.loads(line) for line in text[:complete].splitlines()]
         return self._said
 
     def workers(self) -> list[dict[str, Any]]:
-        """Return what the living ranks said last when they began, in the order of their ranks."""
+        """Return the last "begin" entry of each live rank, in the order of the ranks."""
         begun: dict[int, dict[str, Any]] = {}
         for entry in self.said():
             if entry["word"] == "begin":
@@ -125,7 +123,7 @@ class Job:
         return sorted((e for p, e in begun.items() if p in mine), key=lambda e: e["rank"])
 
     def committed_after(self, at: float) -> float | None:
-        """Return when a step was first committed that was begun after `at`, or None."""
+        """Return the time of the first commit of a step that began after `at`, or None."""
         steps: dict[int, list[float]] = {}
         for entry in self.said():
             if entry["word"] == "committed" and entry["at"] > at:
@@ -134,16 +132,16 @@ class Job:
         return min(second, default=None)
 
     def wait(self, done: Callable[[], object], what: str) -> Any:
-        """Return what `done` returns once that is true."""
+        """Wait until `done` returns a true value, and return it."""
         try:
             return until(done, what)
         except AssertionError as error:
             raise Odd(str(error)) from None
 
-    # ---- its life ------------------------------------------------------------------------------
+    # ---- run -----------------------------------------------------------------------------------
 
     def run(self, carry_out: Callable[[Job, Kill], Death]) -> None:
-        """Live through the whole plan; `carry_out` kills."""
+        """Carry out the complete plan; `carry_out` kills."""
         for _ in range(self.plan.agents):
             self.start_agent()
         begun = time.monotonic()
@@ -166,27 +164,27 @@ class Job:
         self.wait(lambda: not self.left(), "the end of all processes")
 
     def _recovers(self, begun: float) -> bool:
-        """Wait until all ranks have worked after `begun`; False if the job has ended instead."""
-        self.wait(lambda: self._whole(begun) or not self.running, "a whole job")
+        """Wait until all ranks have committed after `begun`; False if the job has ended instead."""
+        self.wait(lambda: self._complete(begun) or not self.running, "progress of all ranks")
         at = self.committed_after(begun)
         if self.deaths and at is not None:
             self.deaths[-1].recovery_s = at - begun
         return bool(self.running)
 
-    def _whole(self, begun: float) -> bool:
-        """Whether as many ranks as the job is to have have committed since `begun`."""
+    def _complete(self, begun: float) -> bool:
+        """Return whether all ranks that the job must have, have committed since `begun`."""
         wanted = self.plan.nproc * max(1, len(self.running))
         steps: dict[int, int] = {}
         for entry in self.said():
             if entry["word"] == "committed" and entry["at"] > begun:
                 steps[entry["pid"]] = steps.get(entry["pid"], 0) + 1
         harmless = bool(self.deaths) and self.deaths[-1].kill.harmless
-        anew = self.plan.kind == "rounds" and not harmless  # every kill begins a round
-        mine = {e["pid"] for e in self.workers() if e["at"] > begun or not anew}
+        is_new = self.plan.kind == "rounds" and not harmless  # every kill starts a round
+        mine = {e["pid"] for e in self.workers() if e["at"] > begun or not is_new}
         return sum(count > 1 for pid, count in steps.items() if pid in mine) >= wanted
 
     def close(self) -> None:
-        """End whatever is left; first let Python processes write their stacks into the logs."""
+        """End all remaining processes, after Python processes have written their stacks."""
         agents = {agent.process.pid for agent in self.agents}
         for some in (set(self.left()) - agents, set(self.left()) & agents):
             for pid in some:
@@ -197,20 +195,20 @@ class Job:
         self._jobs.kill()
         self._keeper.close()
 
-    # ---- how it has ended ----------------------------------------------------------------------
+    # ---- outcome -------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check that all is as it must be of a job that has ended.
+        """Check the outcome of a job that has ended.
 
         Raises:
-            Odd: The first thing that is not.
+            Odd: The first unexpected fact.
         """
         wanted = self.plan.exit_code(self.deaths) or 0
         for agent in self.agents:
             code = agent.process.returncode
             due = wanted if agent.due is None else agent.due
             if code != due:
-                raise Odd(f"agent {agent.number} ended with {code}, and {due} was foretold")
+                raise Odd(f"agent {agent.number} ended with {code}, expected {due}")
         names = [path.name for path in (self.folder / "tmp").iterdir()]
         files = [name for name in names if not name.startswith("torchinductor_")]
         reaper = any(death.kill.victim == "reaper" for death in self.deaths)
@@ -227,7 +225,7 @@ class Job:
         self._check_no_commit_is_lost()
 
     def _check_commits(self, *, well: bool) -> None:
-        """Check that each step was committed once, by one whole round, and rounds in order."""
+        """Check that each step was committed once, by all ranks of a round, and rounds in order."""
         paths = sorted((self.folder / "commits").glob("[0-9]*"))
         commits = [json.loads(path.read_text()) for path in paths]
         if [int(path.name) for path in paths] != list(range(len(paths))):
@@ -242,10 +240,10 @@ class Job:
             raise Odd("the last commit is missing, or not the last")
 
     def _check_seen(self, *, well: bool) -> None:
-        """Check that the state of every rank that came to the end has each sample once."""
+        """Check that the state of every rank that finished has each sample once."""
         ends = [entry["seen"] for entry in self.said() if entry["word"] == "seen"]
         if not ends and well:
-            raise Odd("no rank came to the end")
+            raise Odd("no rank has finished")
         for seen in ends:
             if seen != [[step, [1.0] * SAMPLES] for step in range(len(seen))]:
                 raise Odd("a sample was not seen exactly once")
@@ -254,12 +252,12 @@ class Job:
         killed = sum(death.kill.deaths for death in self.deaths)
         most = self.plan.nproc * (self.plan.agents + again) + killed
         if len(pids) > most:
-            raise Odd(f"{len(pids)} processes have trained, though {most} would have done")
+            raise Odd(f"{len(pids)} processes have trained, expected at most {most}")
 
     def _check_no_commit_is_lost(self) -> None:
-        """Check that a rank that begins after a commit was seen begins no earlier than that.
+        """Check that a rank that starts after a commit starts with that step or a later one.
 
-        Where all ranks were lost, an elastic job has nothing to go on from: it begins anew, once.
+        If all ranks were lost, an elastic job has lost its state and starts at step 0, once.
         """
         steps = 0
         losses = [death.at for death in self.deaths if death.everyone]
@@ -281,7 +279,7 @@ def shared_memory() -> set[str]:
 
 
 def mapped(names: set[str]) -> set[str]:
-    """Return which shared memory some living process has mapped: another job's."""
+    """Return the names that a live process has mapped; these belong to other jobs."""
     found: set[str] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,16 +1,17 @@
-"""What happens to the jobs of a drill, drawn from a seed before anything is started, and how such
-jobs must end.
+"""Plans of the jobs of a drill, drawn from a seed before a job starts, and their expected outcomes.
 
-Every kill comes when the job is whole again, and two at nearly the same time are one round's or
-two, which changes no end while restarts are left. What must make no difference to the end:
+Every kill happens to a job that has recovered from the last one. Two kills at nearly the same time
+cost one round or two, which does not change the outcome while restarts are left. These events must
+not change the outcome either:
 
-- A rank that is stopped and goes on is waited for.
-- So is an agent, for a moment. One that is stopped past its deadline has no ranks any more, and
-  comes back under another name: a restart of a job that has enough of them.
-- Without its reaper a job goes on, and without its zygote; ranks that are replaced start afresh.
+- A rank, or for a short time an agent, is stopped and continued: the others wait for it.
+- An agent is stopped longer than its lease: its ranks are ended, and it returns under another name,
+  which costs the job one restart.
+- The reaper or the zygote dies: the job continues, and replaced ranks start as new processes.
 
-Stopped past its lease, the coordinator ends the ranks of all hosts: an elastic job begins anew.
-Who coordinates ends the job for all: told to end, with that code; killed, with 1 for the others.
+A coordinator that is stopped longer than its lease costs all ranks: an elastic job starts at step
+0. The end of the coordinator ends the job: with its exit code if it was asked to end; with 1 on the
+other agents if it was killed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SAMPLES = 24
 """Samples of a step, which its ranks share."""
 
 KILLED = 128 + signal.SIGKILL
-TOLD = 128 + signal.SIGTERM
+TERMINATED = 128 + signal.SIGTERM
 
 GONE, ASKED = -1, -2
 """In place of a local rank: the agent itself died, or was asked to end."""
@@ -35,7 +36,7 @@ AFTER_ANOTHER = (
     "survivor while it sends the state",
     "survivor while all regroup",
 )
-"""A worker is killed, and somebody else at what comes of that."""
+"""A worker is killed, and then another process at a point that its death leads to."""
 
 RANKS = ("worker", "rank 0", "two at once", "three in 50 ms")
 ROUNDS = (*RANKS, "worker during a restart", "rank 0 during a commit")
@@ -46,10 +47,10 @@ AGENTS = (
     "agent asked to end",
 )
 ELASTIC = (*RANKS, *AFTER_ANOTHER[1:], "worker during a commit")
-"""Those whose deaths the job must deal with."""
+"""Deaths that the job must handle."""
 
 HARMLESS = ("worker stopped", "agent stopped", "reaper", "zygote")
-"""What must change nothing: who is stopped goes on after a while, and helpers may die."""
+"""Events that must not change the outcome: a stop of some seconds, or the death of a helper."""
 
 _HARMLESS_WEIGHTS = (3, 3, 3, 1)
 
@@ -57,16 +58,20 @@ LEASE_S = 5.0
 """The lease of the jobs' hosts."""
 
 _LONG_S = (7.5, 10.0)
-"""For so long an agent is stopped whom the others are to give up: longer than lease and margin."""
+"""How long an agent is stopped that the others must give up: longer than lease and margin."""
 
 _TWO = (*AFTER_ANOTHER, "two at once", "agent and a worker of another")
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One act of violence: whom, and how long after the job has made progress.
+    """A planned kill or stop.
 
-    `pick`, from 0 to 1, tells which of those in question; `stop_s`, how long a stop lasts.
+    Attributes:
+        victim: The kind of process, and the situation.
+        delay_s: Seconds after the job has made progress.
+        pick: Chooses among several candidates; from 0 to 1.
+        stop_s: Duration of a stop.
     """
 
     victim: str
@@ -81,7 +86,7 @@ class Kill:
 
     @property
     def harmless(self) -> bool:
-        """Whether nobody is killed whom the job would miss."""
+        """Whether the event must not change the outcome."""
         return self.victim in HARMLESS
 
 
@@ -90,12 +95,12 @@ class Death:
     """A kill that was carried out.
 
     Attributes:
-        kill: As planned.
-        at: When.
-        who: The local ranks who died; or `GONE` or `ASKED` of an agent itself.
-        coordinator: Whether it was the agent on whom all others depend.
-        everyone: Whether the ranks of all hosts have ended, with what they had in memory.
-        recovery_s: From then to the next commit.
+        kill: The plan.
+        at: Time of the death.
+        who: The local ranks that died; `GONE` or `ASKED` for an agent.
+        coordinator: Whether the agent was the coordinator.
+        everyone: Whether the ranks of all hosts have ended, and with them the state in memory.
+        recovery_s: Seconds until the next commit.
     """
 
     kill: Kill
@@ -111,13 +116,13 @@ class Plan:
     """One job.
 
     Attributes:
-        seed: What it was drawn from.
-        kind: rounds or elastic.
-        agents: How many hosts are played.
-        nproc: Ranks of each.
-        min_agents: Fewer hosts make no round.
-        max_restarts: What the job is given.
-        kills: One after the other, each after the job has recovered from the one before.
+        seed: The seed of the plan.
+        kind: "rounds" or "elastic".
+        agents: Number of agents, each as one host.
+        nproc: Ranks per agent.
+        min_agents: The least number of agents of a round.
+        max_restarts: The job's `--max-restarts`.
+        kills: Kills in order, each after the job has recovered from the one before.
     """
 
     seed: int = 0
@@ -138,7 +143,7 @@ class Plan:
         restarts = self.max_restarts
         for death in deaths:
             if death.coordinator:
-                return TOLD if ASKED in death.who else 1
+                return TERMINATED if ASKED in death.who else 1
             if not death.who or ASKED in death.who:
                 continue
             if self.kind == "elastic" and death.who == {GONE}:

@@ -1,11 +1,11 @@
-"""What ranks do in a drill: work in steps, write down what they did, and die where they are told.
+"""The program of a drill's ranks: they work in steps, log what they do, and die when ordered to.
 
-    programs.py WHAT FOLDER
+    programs.py KIND FOLDER
 
-Every process appends lines of JSON to a file of its own in FOLDER/said: what, when (on the clock
-that all processes of a machine share), and who. An *order* is a file in FOLDER/orders, named after
-a point of the program; the first process to come to that point takes it away and dies of SIGKILL
-after as many seconds as it says. The job ends well once there is a file FOLDER/enough.
+Every process appends entries (JSON lines) to a separate file in FOLDER/said: event, time (on the
+clock that all processes of a host share), process and rank. An *order* is a file in FOLDER/orders,
+named after a point of the program. The first process that reaches the point removes it, and dies of
+SIGKILL after the number of seconds in it. The job ends after FOLDER/enough was created.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAMPLES = 24
 
 STEP_S = 0.02
 BALLAST = 1 << 20
-"""Numbers that the state has besides, so that it takes a while to send."""
+"""Additional numbers in the state, so that sending it takes some time."""
 
 LIMIT_S = 60.0
 
@@ -37,13 +37,13 @@ _said = (FOLDER / "said" / f"{os.getpid()}-{time.monotonic_ns()}").open("a", buf
 
 
 def say(word: str, **facts: object) -> None:
-    """Write down that this process has come to `word`."""
+    """Log the event `word` of this process."""
     entry = {"word": word, "at": time.monotonic(), "pid": os.getpid(), "rank": RANK, **facts}
     _said.write(json.dumps(entry) + "\n")
 
 
 def heed(point: str) -> None:
-    """Die, if there is an order for this point that nobody else has taken."""
+    """Die if there is an order for this point that no other process has taken."""
     order = FOLDER / "orders" / point
     taken = FOLDER / "taken" / f"{point}-{os.getpid()}"
     try:
@@ -64,7 +64,7 @@ def _die() -> None:
 
 
 def heeding(point: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that begins by heeding an order."""
+    """Return the method with a call of `heed` before it."""
 
     def heeds(*arguments: Any) -> Any:
         heed(point)
@@ -74,7 +74,7 @@ def heeding(point: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def enough() -> bool:
-    """Tell whether the job may end."""
+    """Return whether the job may end."""
     return (FOLDER / "enough").exists()
 
 
@@ -82,14 +82,14 @@ def enough() -> bool:
 
 
 def _write(path: Path, value: object) -> None:
-    """Let a file appear whole."""
+    """Write a file atomically."""
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     draft.write_text(json.dumps(value))
     draft.rename(path)
 
 
 def _await(path: Path) -> Any:
-    """Return what is in a file, once it is there."""
+    """Wait for a file, and return its content."""
     deadline = time.monotonic() + LIMIT_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -99,7 +99,7 @@ def _await(path: Path) -> Any:
 
 
 def _commit(path: Path, value: object) -> None:
-    """Let a commit appear whole, if nobody has committed that step."""
+    """Write a commit atomically, unless the step has been committed."""
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     draft.write_text(json.dumps(value))
     try:
@@ -111,7 +111,7 @@ def _commit(path: Path, value: object) -> None:
 
 
 def rounds() -> None:
-    """Work in steps that rank 0 commits as files, when it has the parts of all ranks."""
+    """Work in steps; rank 0 commits each as a file when it has the parts of all ranks."""
     heed("start")
     commits, parts = FOLDER / "commits", FOLDER / "parts"
     step = len(list(commits.glob("[0-9]*")))
@@ -136,7 +136,7 @@ def rounds() -> None:
 
 
 def elastic() -> None:
-    """Train with `dure.elastic`; the state tells which samples were seen how often."""
+    """Train with `dure.elastic`; the state counts how often each sample was seen."""
     heed("start")
     import torch  # lazy: the other programs must start without it
 

@@ -73,14 +73,14 @@ def train(state):
 dure.elastic.run(train, dure.elastic.State())
 """,
 }
-"""Programs by their kinds; each goes on until it is asked to end, and then saves."""
+"""Programs by kind; each works until it is asked to end, and then saves."""
 
 
 def end_one(seed: int) -> str:
-    """Start a job, end it as systemd does, and check what is left of it; return its kind.
+    """Start a job, end it as systemd does, check that nothing remains, and return its kind.
 
     Raises:
-        Odd: Something is not as it must be.
+        Odd: The outcome is not the expected one.
     """
     chance = random.Random(seed)
     kind = chance.choice(list(KINDS))
@@ -118,8 +118,8 @@ def end_one(seed: int) -> str:
         saved = [folder / f"saved-{rank}" for rank in range(num_ranks)]
         texts = [path.read_text() if path.exists() else "" for path in saved]
         steps = {text.split(" ")[0] for text in texts}
-        whole = [text == f"{text.split(' ')[0]} " * 20 + "end\n" for text in texts]
-        if not all(whole) or len(steps) != 1:
+        complete = [text == f"{text.split(' ')[0]} " * 20 + "end\n" for text in texts]
+        if not all(complete) or len(steps) != 1:
             raise Odd(f"{kind}: not saved once, after the same step: {texts}\n{log.read_text()}")
         left = [path.name for path in (folder / "tmp").iterdir()]
         if files := [name for name in left if not name.startswith("torchinductor_")]:
@@ -131,12 +131,12 @@ def end_one(seed: int) -> str:
 
 
 def end_many(wanted: int, seed: int) -> int:
-    """End so many jobs, print each, and return how many were odd."""
+    """End a number of jobs, print each, and return how many had an unexpected outcome."""
     num_odd = 0
     began = time.monotonic()
     for number in range(wanted):
         try:
-            verdict = f"{end_one(seed + number)}: as foretold"
+            verdict = f"{end_one(seed + number)}: as expected"
         except (Odd, AssertionError) as problem:
             num_odd += 1
             verdict = f"ODD: {problem}"
