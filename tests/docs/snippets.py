@@ -32,6 +32,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),  # translations have the same code (scripts/conventions)
 ]
+<<<<<<< HEAD
 MODULES = [
     ROOT / "src/dure" / name
     for name in (
@@ -48,6 +49,13 @@ MODULES = [
     )
 ]
 MODULE_FIRST = "from pathlib import Path; import torch; import dure as dist"
+=======
+MODULES = sorted(
+    path for path in (ROOT / "src/dure").rglob("*.py") if "    ```python\n" in path.read_text()
+)
+MODULE_FIRST = "from pathlib import Path; import torch; import dure as dist; from dure import fsdp"
+INDENTED = re.compile(r"^( +)```python\n.*?^\1```$", re.MULTILINE | re.DOTALL)
+>>>>>>> 91d1b58c (FSDP's follow is a Join; one clock of steps for DDP and sharded modules; class names of one owner; docstrings with arguments and examples that run)
 PIECE = re.compile(
     r"^<!-- (?P<mark>ranks|first|not run):(?P<text>.*?)-->$|^```python\n(?P<block>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -75,7 +83,7 @@ def read(path: Path) -> Snippets:
     """Read a document; lines that are no code become empty ones, so that errors name its lines."""
     text = path.read_text()
     if path.suffix == ".py":
-        text = re.sub("^ {8}", "", text, flags=re.MULTILINE)
+        text = INDENTED.sub(lambda found: _dedented(found[0], found[1]), text)
     lines = [""] * (text.count("\n") + 1)
     ranks, reason = 2, ""
     left_out: list[tuple[int, str]] = []
@@ -96,6 +104,10 @@ def read(path: Path) -> Snippets:
     if path.suffix == ".py":
         lines[0] = MODULE_FIRST
     return Snippets(path, ranks, "\n".join(lines), tuple(left_out))
+
+
+def _dedented(block: str, indent: str) -> str:
+    return re.sub(f"^{indent}", "", block, flags=re.MULTILINE)
 
 
 def run(rank: int, path: str, source: str, folder: str, port: int) -> str:

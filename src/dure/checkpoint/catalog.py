@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, cast
 
 from dure.checkpoint.files import read_file, readable, too_new
 from dure.checkpoint.folder import Unflushed, check_link, flush, replace_file
-from dure.checkpoint.slice_files import Kind, Layout, Slice
+from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.checkpoint.tree import Leaf, Named, decode, flatten
 from dure.errors import (
@@ -91,10 +91,10 @@ class Catalog:
 
     tree: Any
     """The state as `tree.encode` makes it. In it are tensors' names, some maybe in two places."""
-    kinds: dict[str, Kind]
+    kinds: dict[str, TensorKind]
     slices: dict[str, dict[Box, Stored]]
     """Of each tensor; those without elements have none."""
-    layouts: dict[str, Layout]
+    layouts: dict[str, FileLayout]
     """Of each file."""
 
     @cached_property
@@ -102,7 +102,7 @@ class Catalog:
         """Tensors, as `Named`, and values of the state by name."""
         return leaves_of(self.tree)
 
-    def kind_of(self, name: str) -> Kind | None:
+    def kind_of(self, name: str) -> TensorKind | None:
         """Return what the leaf of that name is; None: no tensor, or not there."""
         leaf = self.leaves.get(name)
         return self.kinds[leaf.value] if leaf and isinstance(leaf.value, Named) else None
@@ -333,7 +333,7 @@ def _check_version(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _catalog(fields: dict[str, Any]) -> Catalog:
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, TensorKind] = {}
     slices: dict[str, dict[Box, Stored]] = {}
     parts: dict[str, list[Slice]] = {}
     for name, tensor in cast(dict[str, dict[str, Any]], fields["tensors"]).items():
@@ -350,7 +350,7 @@ def _catalog(fields: dict[str, Any]) -> Catalog:
         fault = fault_of_cover(kinds[name].shape, boxes)
         if fault:
             raise Unreadable(f"of {name!r}, {fault}")
-    layouts = {file: Layout.of(lying, kinds) for file, lying in parts.items()}
+    layouts = {file: FileLayout.of(lying, kinds) for file, lying in parts.items()}
     if not isinstance(fields["state"], dict):
         raise Unreadable(f"{NAME} is of no state")
     catalog = Catalog(fields["state"], kinds, slices, layouts)
@@ -360,8 +360,8 @@ def _catalog(fields: dict[str, Any]) -> Catalog:
     return catalog
 
 
-def _kind(name: str, tensor: dict[str, Any]) -> Kind:
-    kind = Kind(str(tensor["dtype"]), _numbers(name, tensor["shape"]))
+def _kind(name: str, tensor: dict[str, Any]) -> TensorKind:
+    kind = TensorKind(str(tensor["dtype"]), _numbers(name, tensor["shape"]))
     try:
         assert kind.torch_dtype
     except KeyError:

@@ -30,7 +30,7 @@ from dure.checkpoint.folder import Folder, Place, Unflushed
 from dure.checkpoint.lock import note_job
 from dure.checkpoint.objects import PerRank, Positioned, is_sharded, state_of
 from dure.checkpoint.randomness import random_state
-from dure.checkpoint.replicas import Rule, rule_of
+from dure.checkpoint.replicas import ReplicaRule, rule_of
 from dure.checkpoint.resuming import POSITIONS, RANDOM, RUN, Resuming
 from dure.checkpoint.saving import Saving, Taken, take
 from dure.comm.profiling import recorded
@@ -53,7 +53,14 @@ _log = logs.logger("checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A complete checkpoint: its step, path, number of ranks, and size."""
+    """A complete checkpoint.
+
+    Attributes:
+        step: Its step.
+        path: Its folder.
+        world_size: How many ranks saved it.
+        num_bytes: Bytes of its files.
+    """
 
     step: int
     path: Path
@@ -175,7 +182,7 @@ class Checkpointer:
         be equal, and values that differ are logged: they may be buffers, or measured by each rank.
         """
         shared: dict[str, Any] = {}
-        rules = {RUN: Rule(values=True)}
+        rules = {RUN: ReplicaRule(values=True)}
         positions = {n: v.own_position() for n, v in objects.items() if isinstance(v, Positioned)}
         own: dict[str, Any] = {RANDOM: random_state(), POSITIONS: positions}
         for name, value in objects.items():

@@ -19,9 +19,8 @@ import torch
 from dure.checkpoint.catalog import Catalog, catalog_of
 from dure.checkpoint.metadata import Metadata, metadata_of
 from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, bytes_of_value
-from dure.checkpoint.restoring import Read, read_slices, was_written
-from dure.checkpoint.slice_files import Slice
-from dure.checkpoint.slices import Box
+from dure.checkpoint.restoring import read_slices, reads_of, was_written
+from dure.checkpoint.slices import Box, Piece
 from dure.checkpoint.storage import CheckpointId, StorageReader, done
 from dure.checkpoint.weight_folder import MAX_FILE_BYTES
 from dure.checkpoint.weight_reading import catalog_of_weights
@@ -70,12 +69,21 @@ class SerializationFormat(Enum):
 class FileSystemWriter:
     """The folder that `save` writes to.
 
-    A rank writes one file, in one thread and without copies, and flushes it: the other arguments of
-    torch's class are taken, and change nothing.
+    A rank writes one file, in one thread and without copies, and flushes it.
 
     Args:
         path: The folder; made if absent.
+        single_file_per_rank: No effect; torch's argument.
+        sync_files: No effect; files are always flushed.
+        thread_count: No effect.
+        per_thread_copy_ahead: No effect.
+        cache_staged_state_dict: No effect.
         overwrite: Whether an existing checkpoint may be replaced.
+        _extensions: Only None.
+        serialization_format: Only `TORCH_SAVE`; the format of the files is Dure's own.
+
+    Raises:
+        UsageError: `_extensions` are given, or the format is `SAFETENSORS`.
     """
 
     path: Where
@@ -103,7 +111,11 @@ class FileSystemWriter:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
-        """Return whether it can be a folder."""
+        """Return whether it can be a folder.
+
+        Args:
+            checkpoint_id: A path, or a URL.
+        """
         return not _is_url(checkpoint_id)
 
 
@@ -142,7 +154,11 @@ class HuggingFaceStorageWriter:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
-        """Return whether it can be a folder."""
+        """Return whether it can be a folder.
+
+        Args:
+            checkpoint_id: A path, or a URL.
+        """
         return not _is_url(checkpoint_id)
 
 
@@ -163,7 +179,11 @@ class FolderReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
-        """Return whether it can be a folder."""
+        """Return whether it can be a folder.
+
+        Args:
+            checkpoint_id: A path, or a URL.
+        """
         return not _is_url(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -196,14 +216,11 @@ class FolderReader(StorageReader):
 
     def fill(self, wanted: list[tuple[Box, str, torch.Tensor]]) -> None:
         """Read elements."""
-        reads: list[Read] = []
-        for box, name, to in wanted:
-            stored_as = self.catalog.leaves[name].value
-            for part, stored in self.catalog.slices[stored_as].items():
-                both = part.meet(box)
-                if both is not None:
-                    target = to if both == box else to[both.within(box)]
-                    reads.append(Read(Slice(stored_as, part), stored, both, target))
+        reads = [
+            read
+            for box, name, to in wanted
+            for read in reads_of(self.catalog, name, Piece(box, to))
+        ]
         read_slices(folder_of(self.path, "load"), self.catalog, reads, 1)
 
 
@@ -253,7 +270,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     Args:
         path: The folder.
-        thread_count: Changes nothing.
+        thread_count: No effect.
         target_dtype: Products are rounded to it, then converted to the target's dtype.
         block_size: Rows, and columns, of a block.
     """

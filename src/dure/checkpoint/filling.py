@@ -25,7 +25,7 @@ from dure.checkpoint.dataclass_fields import (
     with_fields,
     without_instance,
 )
-from dure.checkpoint.slice_files import Kind, kind_of
+from dure.checkpoint.slice_files import TensorKind, kind_of
 from dure.checkpoint.slices import full_box, pieces_of
 from dure.checkpoint.tree import Named, decode
 from dure.tensor import DTensor
@@ -38,7 +38,7 @@ def unlike(found: Any, saved: Any) -> list[str]:
 
     Args:
         found: The dict or list.
-        saved: The saved state, with a `Kind` for each tensor.
+        saved: The saved state, with a `TensorKind` for each tensor.
 
     Raises:
         UsageError: A tensor in it holds no values, or is not dense.
@@ -54,7 +54,7 @@ def _differences(found: Any, saved: Any, path: str) -> Iterator[str]:
         if _has_memory(found):
             pieces_of(path, found)  # refuses tensors without values
             here = kind_of(found) or found.dtype
-            if isinstance(saved, Kind) and saved != here:
+            if isinstance(saved, TensorKind) and saved != here:
                 yield f"{path} is {saved} in the file, {here} here"
         return
     keys: Iterable[Any] = ()
@@ -70,11 +70,11 @@ def _differences(found: Any, saved: Any, path: str) -> Iterator[str]:
         inner = f"{path}.{key}" if path else str(key)
         yield from _differences(item_at(found, key), item_at(saved, key), inner)
         needed = hasattr(found, "_metadata") and isinstance(item_at(found, key), torch.Tensor)
-        if needed and not isinstance(item_at(saved, key), Kind):
+        if needed and not isinstance(item_at(saved, key), TensorKind):
             yield f"{inner} is not in the file"
     if hasattr(found, "_metadata") and isinstance(saved, dict):
         for key, kind in cast(dict[Any, Any], saved).items():
-            if isinstance(kind, Kind) and key not in found:
+            if isinstance(kind, TensorKind) and key not in found:
                 yield f"{path}.{key} is in the file only" if path else f"{key} is in the file only"
 
 

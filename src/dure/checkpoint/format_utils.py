@@ -94,6 +94,16 @@ def torch_save_to_dcp(
         CheckpointException: Something in it cannot be saved, or not written.
 
     Cost: the file is mapped, and its bytes are read once.
+
+    Example:
+        ```python
+        from dure.checkpoint.format_utils import torch_save_to_dcp
+
+        folder = Path(f"rank{dist.get_rank()}")
+        folder.mkdir(exist_ok=True)
+        torch.save({"weight": torch.ones(4)}, folder / "old.pt")
+        torch_save_to_dcp(folder / "old.pt", folder / "new")
+        ```
     """
     state = _load(torch_save_path)
     folder = Path(dcp_checkpoint_dir)

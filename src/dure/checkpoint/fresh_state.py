@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from dure.checkpoint.dataclass_fields import Fields, fields_of, item_at, with_instances
-from dure.checkpoint.slice_files import Kind
+from dure.checkpoint.slice_files import TensorKind
 from dure.checkpoint.tree import Leaf, Named
 from dure.comm.world import current_world
 from dure.errors import CheckpointMismatch, DureError, UsageError
@@ -85,7 +85,7 @@ def state_to_fill(
     group: dict[str, Any],
     parameter: torch.Tensor,
     saved: Any,
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, TensorKind],
 ) -> Any:
     """Return a parameter's state with the structure and values of `saved`, and tensors to fill.
 
@@ -110,7 +110,7 @@ def state_to_fill(
         except UsageError:
             return {}
 
-    def made(kind: Kind) -> torch.Tensor:
+    def made(kind: TensorKind) -> torch.Tensor:
         if not isinstance(parameter, DTensor) or not kind.shape:
             return torch.empty(kind.shape, dtype=kind.torch_dtype, device=parameter.device)
         if kind.shape != parameter.shape:
@@ -155,7 +155,7 @@ def _instance(fields: dict[Any, Any], found: Any) -> Any:
         raise CheckpointMismatch("the checkpoint is of another optimizer", seen=f"{e}") from e
 
 
-def like_saved(saved: Any, found: Any, kinds: Mapping[str, Kind]) -> Any:
+def like_saved(saved: Any, found: Any, kinds: Mapping[str, TensorKind]) -> Any:
     """Return `saved` with the tensors of `found`, or new ones, that are to be filled."""
     if isinstance(saved, Named):
         shape, dtype = kinds[saved].shape, kinds[saved].torch_dtype

@@ -31,7 +31,12 @@ STATE_DICT_TYPE = dict[str, Any]
 
 @dataclass
 class ChunkStorageMetadata:
-    """A slice of a tensor: where it begins, and its sizes."""
+    """A slice of a tensor.
+
+    Attributes:
+        offsets: Where it begins, by dimension.
+        sizes: How many elements, by dimension.
+    """
 
     offsets: torch.Size
     sizes: torch.Size
@@ -56,7 +61,13 @@ class TensorProperties:
 
 @dataclass
 class TensorStorageMetadata:
-    """A tensor in the checkpoint."""
+    """A tensor in the checkpoint.
+
+    Attributes:
+        properties: Its dtype.
+        size: The full tensor's.
+        chunks: Its slices; each element is in one.
+    """
 
     properties: TensorProperties
     size: torch.Size
@@ -80,7 +91,13 @@ class StorageMeta:
 
 @dataclass(frozen=True)
 class MetadataIndex:
-    """A name, and which slice of that tensor; the number is no part of what it is."""
+    """A name, and which slice of that tensor.
+
+    Attributes:
+        fqn: The name.
+        offset: Where the slice begins; None: a value, or any slice.
+        index: The number of the slice in the tensor's `chunks`; not compared.
+    """
 
     fqn: str
     offset: torch.Size | None = None

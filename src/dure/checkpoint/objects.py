@@ -29,7 +29,7 @@ from dure.checkpoint.filling import fill, unlike
 from dure.checkpoint.fresh_state import fresh_state
 from dure.checkpoint.names import WRAPPERS
 from dure.checkpoint.scalers import set_stages
-from dure.checkpoint.slice_files import Kind, kind_of
+from dure.checkpoint.slice_files import TensorKind, kind_of
 from dure.checkpoint.stateful import Stateful
 from dure.checkpoint.tree import decode, entries_of
 from dure.errors import CheckpointMismatch, DureError, OptimizerError, UsageError
@@ -59,6 +59,9 @@ class PerRank:
     """Marks an object whose state differs from rank to rank: each rank saves and loads its own.
 
     Such a checkpoint is loaded by as many ranks as saved it.
+
+    Attributes:
+        value: The object.
     """
 
     value: Any
@@ -172,7 +175,7 @@ def check_fits(name: str, value: Any, saved: Any) -> None:
     Args:
         name: The object's.
         value: The object.
-        saved: Its state, with a `Kind` for each tensor.
+        saved: Its state, with a `TensorKind` for each tensor.
 
     Raises:
         CheckpointMismatch: They differ; the first differences are named.
@@ -184,7 +187,7 @@ def check_fits(name: str, value: Any, saved: Any) -> None:
     if isinstance(inner, nn.Module):
         tensors = {k: v for k, v in inner.state_dict().items() if isinstance(v, torch.Tensor)}
         wanted = {key: kind_of(tensor) or tensor.dtype for key, tensor in tensors.items()}
-        found = {key: kind for key, kind in state.items() if isinstance(kind, Kind)}
+        found = {key: kind for key, kind in state.items() if isinstance(kind, TensorKind)}
     elif isinstance(inner, torch.optim.Optimizer):
         if _has_groups(name, inner, state):
             wanted = _groups_of({"param_groups": inner.param_groups})

@@ -68,14 +68,24 @@ class LoadItemType(Enum):
 
 @dataclass(frozen=True)
 class BytesIOWriteData:
-    """How long a value is, where that is known."""
+    """The length of a value, if that is known.
+
+    Attributes:
+        nbytes: The length.
+    """
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class TensorWriteData:
-    """A slice, and the full tensor that it is of."""
+    """A slice, and the full tensor that it is of.
+
+    Attributes:
+        chunk: Where the slice begins, and its sizes.
+        properties: The dtype in which it is saved.
+        size: The full tensor's.
+    """
 
     chunk: ChunkStorageMetadata
     properties: TensorProperties
@@ -84,7 +94,14 @@ class TensorWriteData:
 
 @dataclass(frozen=True)
 class WriteItem:
-    """Something to be written."""
+    """One item of a `SavePlan`.
+
+    Attributes:
+        index: The name and, of a tensor, where the slice begins.
+        type: Whether it is a full tensor, a slice of a DTensor, or a value.
+        bytes_io_data: Of a value; None if its length is not known.
+        tensor_data: Of a tensor.
+    """
 
     index: MetadataIndex
     type: WriteItemType
@@ -99,7 +116,16 @@ class WriteItem:
 
 @dataclass(frozen=True)
 class ReadItem:
-    """Elements of a saved slice, and where in a slice of the state they go."""
+    """One item of a `LoadPlan`: elements of a saved slice, and where in the state they go.
+
+    Attributes:
+        type: Whether it is a tensor or a value.
+        dest_index: The slice of the state.
+        dest_offsets: Where the elements begin in it.
+        storage_index: The saved slice.
+        storage_offsets: Where the elements begin in it.
+        lengths: How many elements, by dimension.
+    """
 
     type: LoadItemType
     dest_index: MetadataIndex
@@ -111,7 +137,14 @@ class ReadItem:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a rank writes."""
+    """What a rank writes.
+
+    Attributes:
+        items: The items.
+        storage_data: Data of a custom storage.
+        planner_data: Data of the planner; of `DefaultSavePlanner`, the keys that lead to each name.
+        usable: Accepted, without effect; torch marks empty plans of its cache.
+    """
 
     items: list[WriteItem]
     storage_data: Any = None
@@ -121,7 +154,13 @@ class SavePlan:
 
 @dataclass
 class LoadPlan:
-    """What a rank reads."""
+    """What a rank reads.
+
+    Attributes:
+        items: The items.
+        storage_data: Data of a custom storage.
+        planner_data: Data of the planner.
+    """
 
     items: list[ReadItem]
     storage_data: Any = None
@@ -129,7 +168,22 @@ class LoadPlan:
 
 
 class SavePlanner(ABC):
-    """What `save` asks, in this order."""
+    """What is saved, and as what: `save` calls these methods in this order.
+
+    A custom planner is best a subclass of `DefaultSavePlanner`.
+
+    Example:
+        ```python
+        from dure.checkpoint import DefaultSavePlanner, load, save
+
+        class HalfPrecision(DefaultSavePlanner):
+            def set_up_planner(self, state_dict, *args, **kwargs):
+                halved = {name: tensor.half() for name, tensor in state_dict.items()}
+                super().set_up_planner(halved, *args, **kwargs)
+
+        save({"weight": torch.ones(4)}, checkpoint_id="run/half", planner=HalfPrecision())
+        ```
+    """
 
     @abstractmethod
     def set_up_planner(
@@ -138,7 +192,13 @@ class SavePlanner(ABC):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Begin a save of this state; objects in it were asked for theirs."""
+        """Begin a save.
+
+        Args:
+            state_dict: The state; objects in it are replaced by what their `state_dict` returned.
+            storage_meta: Data about the storage.
+            is_coordinator: Whether this rank divides the plans.
+        """
 
     @abstractmethod
     def create_local_plan(self) -> SavePlan:
@@ -146,19 +206,37 @@ class SavePlanner(ABC):
 
     @abstractmethod
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return what each rank writes, and what the checkpoint holds; on the coordinator."""
+        """Return what each rank writes, and what the checkpoint holds; called on the coordinator.
+
+        Args:
+            all_plans: What `create_local_plan` returned, by rank.
+        """
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return this rank's plan as it is carried out."""
+        """Return this rank's plan as it is carried out.
+
+        Args:
+            new_plan: The plan as the coordinator returned it.
+        """
         return new_plan
 
     @abstractmethod
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return an item's data."""
+        """Return an item's data.
+
+        Args:
+            write_item: An item of the finished plan.
+
+        Returns:
+            The slice, of the dtype and sizes that were planned; or the bytes of a value.
+        """
 
 
 class LoadPlanner(ABC):
-    """What `load` asks, in this order."""
+    """What is loaded to where: `load` calls these methods in this order.
+
+    A custom planner is best a subclass of `DefaultLoadPlanner`.
+    """
 
     @abstractmethod
     def set_up_planner(
@@ -167,26 +245,48 @@ class LoadPlanner(ABC):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Begin to load the contents of `metadata` into this state."""
+        """Begin a load.
+
+        Args:
+            state_dict: The state that is filled; objects in it are replaced by their own states.
+            metadata: The contents of the checkpoint.
+            is_coordinator: Whether this rank passes on the plans.
+        """
 
     @abstractmethod
     def create_local_plan(self) -> LoadPlan:
         """Return what this rank needs."""
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return what each rank reads; on the coordinator."""
+        """Return what each rank reads; called on the coordinator.
+
+        Args:
+            global_plan: What `create_local_plan` returned, by rank.
+        """
         return global_plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Return this rank's plan as it is carried out."""
+        """Return this rank's plan as it is carried out.
+
+        Args:
+            new_plan: The plan as the coordinator returned it.
+        """
         return new_plan
 
     @abstractmethod
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take a value that was read."""
+        """Put a value into the state.
+
+        Args:
+            read_item: Its item.
+            value: The bytes that `torch.save` made.
+        """
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
         """Return where bytes are read to, for storages that ask; Dure's call `load_bytes`.
+
+        Args:
+            read_item: An item of a value.
 
         Raises:
             NotImplementedError: As in torch, unless a subclass has it.
@@ -195,10 +295,22 @@ class LoadPlanner(ABC):
 
     @abstractmethod
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return where elements are read to, [*lengths]."""
+        """Return where elements are read to.
+
+        Args:
+            read_item: An item of a tensor.
+
+        Shapes:
+            The result: [*read_item.lengths]; any dtype and strides.
+        """
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Learn that they were read into what `resolve_tensor` returned."""
+        """Finish an item whose elements were read.
+
+        Args:
+            read_item: The item.
+            tensor: What `resolve_tensor` returned, filled.
+        """
         return
 
 
@@ -270,7 +382,7 @@ def read_items(name: str, saved: TensorStorageMetadata, boxes: Iterable[Box]) ->
     return items
 
 
-class _Flat:
+class _FlatPlanner:
     """What both default planners know of a state."""
 
     state_dict: dict[str, Any]
@@ -298,17 +410,17 @@ class _Flat:
         return Piece(full_box(value.shape), value)  # without elements
 
 
-class DefaultSavePlanner(_Flat, SavePlanner):
+class DefaultSavePlanner(_FlatPlanner, SavePlanner):
     """Plans all of the state; items of several ranks are written by the least loaded.
 
     `save` plans in its own, quicker way where it is given this class itself.
 
     Args:
         flatten_state_dict: Only True.
-        flatten_sharded_tensors: Changes nothing.
-        dedup_replicated_tensors: Changes nothing.
-        dedup_save_to_lowest_rank: The lowest rank that has it writes it, in place of that.
-        enable_plan_caching: Changes nothing.
+        flatten_sharded_tensors: No effect.
+        dedup_replicated_tensors: No effect.
+        dedup_save_to_lowest_rank: The lowest rank that has an item writes it.
+        enable_plan_caching: No effect.
 
     Raises:
         UsageError: `flatten_state_dict` is False.
@@ -331,7 +443,13 @@ class DefaultSavePlanner(_Flat, SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flatten the state."""
+        """Flatten the state.
+
+        Args:
+            state_dict: The state.
+            storage_meta: No effect.
+            is_coordinator: Kept as an attribute.
+        """
         self._take(state_dict, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
@@ -341,6 +459,12 @@ class DefaultSavePlanner(_Flat, SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Leave each item to one rank.
+
+        Args:
+            all_plans: By rank.
+
+        Returns:
+            The plans with the items that each rank writes, and what the checkpoint holds.
 
         Raises:
             CheckpointMismatch: Slices overlap, or do not cover a tensor. Or ranks have different
@@ -374,16 +498,29 @@ class DefaultSavePlanner(_Flat, SavePlanner):
         return plans, self.metadata
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Look up and transform."""
+        """Return what `transform_object` makes of what `lookup_object` finds.
+
+        Args:
+            write_item: An item of the finished plan.
+        """
         return self.transform_object(write_item, self.lookup_object(write_item.index))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a value, or this rank's memory of a slice."""
+        """Return a value, or this rank's memory of a slice.
+
+        Args:
+            index: The name and, of a tensor, where the slice begins.
+        """
         value = self.state_dict[index.fqn]
         return self._piece(index).memory if isinstance(value, torch.Tensor) else value
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return a tensor as it is, and the bytes of a value."""
+        """Return a tensor as it is, and the bytes of a value.
+
+        Args:
+            write_item: The item.
+            object: What `lookup_object` found.
+        """
         return bytes_of_value(object) if write_item.type == WriteItemType.BYTE_IO else object
 
 
@@ -414,14 +551,14 @@ def _noted(item: WriteItem, found: dict[str, Any]) -> WriteItem:
     return replace(item, index=MetadataIndex(name, item.index.offset, number))
 
 
-class DefaultLoadPlanner(_Flat, LoadPlanner):
+class DefaultLoadPlanner(_FlatPlanner, LoadPlanner):
     """Plans for each name of the state what there is under it.
 
     `load` plans in its own, quicker way where it is given this class itself.
 
     Args:
         flatten_state_dict: Only True.
-        flatten_sharded_tensors: Changes nothing.
+        flatten_sharded_tensors: No effect.
         allow_partial_load: Leave what is not in the checkpoint as it is, instead of raising.
 
     Raises:
@@ -446,7 +583,13 @@ class DefaultLoadPlanner(_Flat, LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flatten the state; tensors on the meta device are replaced by empty ones in it."""
+        """Flatten the state; tensors on the meta device are replaced by empty ones in it.
+
+        Args:
+            state_dict: The state that is filled.
+            metadata: The contents of the checkpoint.
+            is_coordinator: Kept as an attribute.
+        """
         for leaf in with_memory(flatten(state_dict)).values():
             put(state_dict, leaf.path, leaf.value)
         self._take(state_dict, is_coordinator)
@@ -478,20 +621,41 @@ class DefaultLoadPlanner(_Flat, LoadPlanner):
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value in its place."""
+        """Put a value in its place.
+
+        Args:
+            read_item: Its item.
+            value: The bytes that `torch.save` made of it.
+
+        Raises:
+            CheckpointError: The bytes would run code, or were not made by `torch.save`.
+        """
         path = self.mappings[read_item.dest_index.fqn]
         put(self.original_state_dict, path, value_of_bytes(value, read_item.dest_index.fqn))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Look up and transform."""
+        """Return what `transform_tensor` makes of what `lookup_tensor` finds.
+
+        Args:
+            read_item: An item of a tensor.
+        """
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return this rank's memory of a slice."""
+        """Return this rank's memory of a slice.
+
+        Args:
+            index: The name, and where the slice begins.
+        """
         return self._piece(index).memory
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a slice that are read."""
+        """Return the elements of a slice that are read.
+
+        Args:
+            read_item: The item.
+            tensor: What `lookup_tensor` found.
+        """
         for dim, (at, n) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dim, at, n)
         return tensor

@@ -25,14 +25,14 @@ import numpy as np
 from msgspec.msgpack import encode
 
 from dure.checkpoint.replicas import ALIKE, LOWEST, MARKED, different
-from dure.checkpoint.slice_files import Kind, Layout, Slice
+from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.comm.group import ProcessGroup
 from dure.errors import CheckpointMismatch
 
 __all__ = ["Division", "Known", "Offer", "deal", "digest_of", "divide", "known_to", "marked_of"]
 
-Offer = dict[str, tuple[Kind, tuple[Box, ...], int]]
+Offer = dict[str, tuple[TensorKind, tuple[Box, ...], int]]
 """What a rank has, by name: the kind, the boxes, and how it is handled (`replicas.handling`)."""
 
 _NUM_KEPT = 8
@@ -104,8 +104,8 @@ class SharedSlices:
 class Division:
     """What each rank writes."""
 
-    kinds: dict[str, Kind]
-    layouts: list[Layout]
+    kinds: dict[str, TensorKind]
+    layouts: list[FileLayout]
     """Of each rank's file."""
     shared: SharedSlices
 
@@ -196,7 +196,7 @@ def divide(
     Raises:
         CheckpointMismatch: Ranks have different tensors under one name, or not all of one.
     """
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, TensorKind] = {}
     holders: dict[Slice, list[int]] = {}
     wrong: dict[str, str] = {}
     lowest = set(differing)
@@ -217,13 +217,13 @@ def divide(
         raise different(list(wrong.values()))
     _check_cover(kinds, holders)
     dealt = deal(holders, kinds, len(offers), lowest)
-    layouts = [Layout.of(parts, kinds) for parts in dealt]
+    layouts = [FileLayout.of(parts, kinds) for parts in dealt]
     return Division(kinds, layouts, SharedSlices.of(offers))
 
 
 def deal(
     holders: dict[Slice, list[int]],
-    kinds: dict[str, Kind],
+    kinds: dict[str, TensorKind],
     num_ranks: int,
     lowest: Collection[Slice] = (),
 ) -> list[list[Slice]]:
@@ -244,7 +244,7 @@ def deal(
     return dealt
 
 
-def _check_cover(kinds: dict[str, Kind], holders: dict[Slice, list[int]]) -> None:
+def _check_cover(kinds: dict[str, TensorKind], holders: dict[Slice, list[int]]) -> None:
     boxes: dict[str, list[Box]] = {name: [] for name in kinds}
     for part in holders:
         boxes[part.name].append(part.box)

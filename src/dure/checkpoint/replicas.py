@@ -9,9 +9,10 @@ ranks are compared, in the exchange that a save makes anyway:
 - tensors by *marks*: the checksum of up to 32 elements, evenly spaced. Two copies of one tensor
   have equal marks; different weights, or moments of different weights, do not.
 
-A `Rule` specifies for each entry of a state what must be equal. If an entry may differ, the lowest
-rank's is saved. A DTensor whose mesh has all ranks that save has no mark: its copies are equal by
-contract. On other meshes (sharded pipeline stages) one name may refer to different tensors.
+A `ReplicaRule` specifies for each entry of a state what must be equal. If an entry may differ, the
+lowest rank's is saved. A DTensor whose mesh has all ranks that save has no mark: its copies are
+equal by contract. On other meshes (sharded pipeline stages) one name may refer to different
+tensors.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ __all__ = [
     "ALIKE",
     "LOWEST",
     "MARKED",
-    "Difference",
-    "Rule",
+    "ReplicaRule",
+    "TreeDifference",
     "different",
     "handling",
     "marks_by_name",
@@ -64,7 +65,7 @@ _FIX = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ReplicaRule:
     """What ranks must have in common of one entry of a state."""
 
     keys: bool = False
@@ -85,7 +86,7 @@ def _dots(name: str) -> Iterable[int]:
     return (at for at, char in enumerate(name) if char == ".")
 
 
-def rule_of(key: Any, value: Any, state: Any) -> Rule:
+def rule_of(key: Any, value: Any, state: Any) -> ReplicaRule:
     """Return the rule of an object that is saved under `key`, and has this state.
 
     Parameters of a module and the state of an optimizer must be equal. Buffers and extra state of a
@@ -94,9 +95,9 @@ def rule_of(key: Any, value: Any, state: Any) -> Rule:
     """
     inner = bare(value)
     if isinstance(inner, torch.optim.Optimizer):
-        return Rule(values=True)
+        return ReplicaRule(values=True)
     if not isinstance(inner, nn.Module):
-        return Rule()
+        return ReplicaRule()
     names = Names(inner)
     parameters = {name for places in names.of_parameter.values() for name in places}
     name_of = {k: names.of_key(k) for k in state}
@@ -106,7 +107,7 @@ def rule_of(key: Any, value: Any, state: Any) -> Rule:
         free = {k for k in others if k.endswith(_EXTRA) or name_of[k] in names.of_buffers}
         buffers = {_memory_of(buffer) for buffer in inner.buffers()} - {None}
         others = [k for k in others if k in free or _memory_of(state[k]) in buffers]
-    return Rule(values=True, free=frozenset(f"{key}.{k}" for k in others))
+    return ReplicaRule(values=True, free=frozenset(f"{key}.{k}" for k in others))
 
 
 def _memory_of(value: Any) -> Any:
@@ -125,7 +126,7 @@ def _memory_of(value: Any) -> Any:
 def handling(
     name: str,
     tensor: torch.Tensor,
-    rule: Rule,
+    rule: ReplicaRule,
     ranks: frozenset[int],
     is_everywhere: dict[int, bool],
 ) -> int:
@@ -240,7 +241,7 @@ def require_alike(marks: Sequence[Mapping[str, int]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TreeDifference:
     """One entry at which two ranks differ."""
 
     rank: int
@@ -266,8 +267,8 @@ class Difference:
 
 
 def require_common(
-    differences: Iterable[Difference], rules: Sequence[Mapping[str, Rule]]
-) -> list[Difference]:
+    differences: Iterable[TreeDifference], rules: Sequence[Mapping[str, ReplicaRule]]
+) -> list[TreeDifference]:
     """Refuse differences that are not allowed; return those of values that are.
 
     Args:
@@ -277,9 +278,9 @@ def require_common(
     Raises:
         CheckpointMismatch: Names or values differ.
     """
-    wrong: list[Difference] = []
-    allowed: list[Difference] = []
-    rules_of: dict[str, set[Rule]] = {}
+    wrong: list[TreeDifference] = []
+    allowed: list[TreeDifference] = []
+    rules_of: dict[str, set[ReplicaRule]] = {}
     for rank_rules in rules:
         for key, rule in rank_rules.items():
             rules_of.setdefault(key, set()).add(rule)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -37,6 +37,7 @@ __all__ = [
     "load_from",
     "modules_in",
     "read_slices",
+    "reads_of",
     "was_written",
 ]
 
@@ -212,18 +213,8 @@ class _Loading:
             if self.catalog.kind_of(name) is None:
                 continue
             for piece in pieces_of(name, leaf.value):
-                reads += self._meeting(self.catalog.leaves[name].value, piece)
+                reads += reads_of(self.catalog, name, piece)
         return reads
-
-    def _meeting(self, name: str, piece: Piece) -> list[Read]:
-        found: list[Read] = []
-        for box, stored in self.catalog.slices[name].items():
-            both = box.meet(piece.box)
-            if both is not None:
-                memory = piece.memory
-                to = memory if both == piece.box else memory[both.within(piece.box)]
-                found.append(Read(Slice(name, box), stored, both, to))
-        return found
 
     def read(self, num_threads: int) -> None:
         """Fill the tensors, in so many threads, then the values, then the objects.
@@ -253,6 +244,16 @@ class _Loading:
                 "a value cannot be put in its place",
                 f"{name} is in something that takes no items",
             ) from None
+
+
+def reads_of(catalog: Catalog, name: str, piece: Piece) -> Iterator[Read]:
+    """Iterate over what is read to fill a piece of the tensor of that name."""
+    stored_as = catalog.leaves[name].value
+    for box, stored in catalog.slices[stored_as].items():
+        both = box.meet(piece.box)
+        if both is not None:
+            to = piece.memory if both == piece.box else piece.memory[both.within(piece.box)]
+            yield Read(Slice(stored_as, box), stored, both, to)
 
 
 def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: int) -> None:

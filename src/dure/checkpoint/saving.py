@@ -41,8 +41,15 @@ from dure.checkpoint.folder import Folder, Unflushed, make
 from dure.checkpoint.lock import sees_lock
 from dure.checkpoint.objects import few, own_state
 from dure.checkpoint.planning import Division, Known, Offer, digest_of, known_to, marked_of
-from dure.checkpoint.replicas import Difference, Rule, handling, marks_of, require_common, rule_of
-from dure.checkpoint.slice_files import Kind, Layout, Slice, kind_of, write_slices
+from dure.checkpoint.replicas import (
+    ReplicaRule,
+    TreeDifference,
+    handling,
+    marks_of,
+    require_common,
+    rule_of,
+)
+from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind, kind_of, write_slices
 from dure.checkpoint.slices import Box, pieces_of
 from dure.checkpoint.tree import (
     ABSENT,
@@ -59,7 +66,7 @@ from dure.trace import logs
 
 __all__ = ["OnDemand", "Saving", "Taken", "begin", "save_into", "take"]
 
-_NO_RULE = Rule()
+_NO_RULE = ReplicaRule()
 _NOT_SAVED = "the checkpoint was not saved"
 _log = logs.logger("checkpoint")
 _SHOWN = 8
@@ -84,12 +91,12 @@ class Taken:
     offer: Offer
     memory: dict[Slice, torch.Tensor]
     tree: Any
-    rules: dict[str, Rule] = field(default_factory=dict[str, Rule])
+    rules: dict[str, ReplicaRule] = field(default_factory=dict[str, ReplicaRule])
     """What other ranks must have in common with this one, by key of the state."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _RankState:
     """What a rank sends to the others before writing."""
 
     digest: bytes
@@ -97,7 +104,7 @@ class _Sent:
     marks: bytes
     has_empty: bool
     """Whether there is a tensor of which this rank has no elements."""
-    rules: dict[str, Rule]
+    rules: dict[str, ReplicaRule]
     tree: Any
     tree_digest: bytes
     """Equal for equal trees: to compare the trees of n ranks would be n * n / 2 comparisons."""
@@ -106,7 +113,9 @@ class _Sent:
 
 
 def take(
-    state_dict: Mapping[str, Any], ranks: frozenset[int], rules: dict[str, Rule] | None = None
+    state_dict: Mapping[str, Any],
+    ranks: frozenset[int],
+    rules: dict[str, ReplicaRule] | None = None,
 ) -> Taken:
     """Take a state apart into slices and a tree. No communication.
 
@@ -146,8 +155,8 @@ def take(
     return taken
 
 
-def _noted(found: list[Difference], rank: int, keys: Keys, first: Any, second: Any) -> None:
-    found.append(Difference(rank, keys, first, second))
+def _noted(found: list[TreeDifference], rank: int, keys: Keys, first: Any, second: Any) -> None:
+    found.append(TreeDifference(rank, keys, first, second))
 
 
 def _changed(tree: dict[str, Any], keys: set[str]) -> dict[str, Any]:
@@ -192,7 +201,7 @@ class Saving:
         self._ranks, known = ranks, known_to(ranks.group)
         mine: list[Taken] = []
 
-        def prepare() -> _Sent:
+        def prepare() -> _RankState:
             begun = before()
             if isinstance(state_dict, Taken):
                 mine.append(state_dict)
@@ -206,7 +215,7 @@ class Saving:
             has_empty = not all(boxes for _, boxes, _ in taken.offer.values())
             text = json.dumps(taken.tree).encode()
             tree = taken.tree, hashlib.blake2b(text, digest_size=16).digest()
-            return _Sent(digest, offer, marks, has_empty, taken.rules, *tree, begun)
+            return _RankState(digest, offer, marks, has_empty, taken.rules, *tree, begun)
 
         self._sent = ranks.all_or_none(_NOT_SAVED, prepare)
         self._memory = mine[0].memory
@@ -223,7 +232,7 @@ class Saving:
             CheckpointMismatch: They do not fit together.
             UsageError: Two entries have the same name.
         """
-        sent, differences = self._sent, list[Difference]()
+        sent, differences = self._sent, list[TreeDifference]()
         trees, digests = [sent[0].tree], {sent[0].tree_digest}
         self._tree = sent[0].tree
         for rank, one in enumerate(sent):
@@ -252,7 +261,7 @@ class Saving:
                 )
         return division
 
-    def _require_own(self, names: set[str], differences: list[Difference]) -> None:
+    def _require_own(self, names: set[str], differences: list[TreeDifference]) -> None:
         """Refuse entries of one rank alone that are tensors saved with another rank's values.
 
         Args:
@@ -381,7 +390,7 @@ class Saving:
         """Combine what ranks sent with the checksums of what they wrote."""
         division = self._divided()
         slices: dict[str, dict[Box, Stored]] = {name: {} for name in division.kinds}
-        layouts: dict[str, Layout] = {}
+        layouts: dict[str, FileLayout] = {}
         for rank, (layout, crcs) in enumerate(zip(division.layouts, sums, strict=True)):
             if crcs:
                 file = part_name(number, rank)
@@ -390,7 +399,7 @@ class Saving:
                     slices[part.name][part.box] = Stored(file, crc)
         return Catalog(self._tree, division.kinds, slices, layouts)
 
-    def kinds(self) -> dict[str, Kind]:
+    def kinds(self) -> dict[str, TensorKind]:
         """Return what is saved by all ranks; CheckpointMismatch if it does not fit together."""
         return self._divided().kinds
 
@@ -399,7 +408,7 @@ class Saving:
         begins = self._divided().layouts[self._ranks.rank].begins
         return {part: self._memory[part] for part in begins}
 
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[FileLayout]:
         """Return which slices each rank is to write; errors as `kinds`."""
         return self._divided().layouts
 

@@ -96,6 +96,17 @@ def save(
 
     Cost: each byte is read and written once, by one rank; memory: one slice where it is not
     contiguous on the CPU.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(4, 2)
+        state = {"model": model, "epoch": 3}
+        dist.checkpoint.save(state, checkpoint_id="run/epoch3")
+
+        state = {"model": torch.nn.Linear(4, 2), "epoch": 0}
+        dist.checkpoint.load(state, checkpoint_id="run/epoch3")
+        assert state["epoch"] == 3
+        ```
     """
     if not use_collectives:
         raise UsageError("a checkpoint has one manifest", seen="use_collectives is False")
@@ -135,7 +146,25 @@ def save_state_dict(
     no_dist: bool = False,
     planner: SavePlanner | None = None,
 ) -> Metadata:
-    """Save as `save` does, under its old name; plans go through the group's `coordinator_rank`."""
+    """Save as `save` does; an older name.
+
+    Args:
+        state_dict: As for `save`.
+        storage_writer: The folder, or a custom storage.
+        process_group: The ranks that save; None: the default group, or this process alone.
+        coordinator_rank: The rank of the group that divides the plans of a custom planner.
+        no_dist: This process alone.
+        planner: As for `save`.
+
+    Returns:
+        What the checkpoint holds.
+
+    Raises:
+        CheckpointException: It failed on some ranks; raised on all.
+        UsageError: `storage_writer` or `planner` is of another library.
+
+    Collective: as `save`.
+    """
     ranks = Ranks(process_group, "save_state_dict", no_dist)
     return _save(state_dict, None, storage_writer, planner, ranks, coordinator_rank)
 
@@ -185,6 +214,14 @@ def async_save(
     Waits for the save before.
 
     Cost: one copy of the bytes that this rank writes, which are as many bytes of memory, kept.
+
+    Example:
+        ```python
+        weight = torch.ones(4)
+        saving = dist.checkpoint.async_save({"weight": weight}, checkpoint_id="run/background")
+        weight.zero_()  # what is saved are ones
+        saving.result()
+        ```
     """
     del async_checkpointer_type
     if not use_collectives:
@@ -242,6 +279,14 @@ def load(
 
     Cost: a rank reads the bytes of the elements that it has, into the memory where they belong.
     Slices that are read completely are compared with their checksum.
+
+    Example:
+        ```python
+        dist.checkpoint.save({"weight": torch.arange(4.0)}, checkpoint_id="run/weights")
+        state = {"weight": torch.zeros(4, dtype=torch.float64)}
+        dist.checkpoint.load(state, checkpoint_id="run/weights")
+        assert state["weight"].tolist() == [0, 1, 2, 3]
+        ```
     """
     ranks = Ranks(process_group, "load", no_dist)
     return _load(state_dict, checkpoint_id, storage_reader, planner, ranks)
@@ -279,7 +324,25 @@ def load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> Loaded:
-    """Load as `load` does, under its old name; plans go through the group's `coordinator_rank`."""
+    """Load as `load` does; an older name.
+
+    Args:
+        state_dict: As for `load`.
+        storage_reader: The folder, or a custom storage.
+        process_group: The ranks that load; None: the default group, or this process alone.
+        coordinator_rank: The rank of the group that passes on the plans of a custom planner.
+        no_dist: This process alone.
+        planner: As for `load`.
+
+    Returns:
+        As `load`.
+
+    Raises:
+        CheckpointException: It failed on some ranks; raised on all.
+        UsageError: `planner` is of another library.
+
+    Collective: as `load`.
+    """
     ranks = Ranks(process_group, "load_state_dict", no_dist)
     return _load(state_dict, None, storage_reader, planner, ranks, coordinator_rank)
 

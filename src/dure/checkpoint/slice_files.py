@@ -1,7 +1,7 @@
 """Files of slices: where each lies, written through to the disk, read at the place that is needed.
 
 A file is of the safetensors format. Which slices are in it decides its header, their order and so
-every offset (`Layout`): a manifest that says otherwise is not of that file. A slice that is a
+every offset (`FileLayout`): a manifest that says otherwise is not of that file. A slice that is a
 full tensor has the tensor's name there, another has its indices behind it: ``w[0:4, 2:8]``.
 
 Reading copies straight to where the elements belong. A slice, or consecutive elements of it, whose
@@ -42,7 +42,7 @@ from dure.comm.checksum import copy_from_file, crc32c
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointDamaged
 
-__all__ = ["FileMap", "Kind", "Layout", "Slice", "SliceFile", "kind_of", "write_slices"]
+__all__ = ["FileLayout", "FileMap", "Slice", "SliceFile", "TensorKind", "kind_of", "write_slices"]
 
 _COMPLEX = {"C64": (torch.complex64, "F32"), "C128": (torch.complex128, "F64")}
 """Kinds that the file format lacks: stored as pairs of numbers of another kind."""
@@ -50,7 +50,7 @@ _TORCH = {name: dtype for dtype, name in DTYPES.items()} | {k: d for k, (d, _) i
 _KIND_OF = {dtype: kind for kind, dtype in _TORCH.items()}
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """A full tensor's dtype, by its name in the file format, and its shape."""
 
     dtype: str
@@ -69,10 +69,10 @@ class Kind(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
-def kind_of(tensor: torch.Tensor) -> Kind | None:
+def kind_of(tensor: torch.Tensor) -> TensorKind | None:
     """Return the kind of a (full) tensor; None: the format lacks its dtype."""
     dtype = _KIND_OF.get(tensor.dtype)
-    return None if dtype is None else Kind(dtype, tuple(tensor.shape))
+    return None if dtype is None else TensorKind(dtype, tuple(tensor.shape))
 
 
 class Slice(NamedTuple):
@@ -83,7 +83,7 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """Offsets of slices in the file that holds them."""
 
     header: bytes
@@ -95,9 +95,9 @@ class Layout:
     def of(
         cls,
         slices: Iterable[Slice],
-        kinds: dict[str, Kind],
+        kinds: dict[str, TensorKind],
         metadata: dict[str, str] | None = None,
-    ) -> Layout:
+    ) -> FileLayout:
         """Lay slices out: largest elements first, which keeps alignment, then by name."""
 
         def key(part: Slice) -> tuple[int, Slice]:
@@ -123,7 +123,7 @@ class Layout:
         return cls(header, begins, len(header) + end)
 
 
-def write_slices(path: Path, layout: Layout, memory: dict[Slice, torch.Tensor]) -> list[int]:
+def write_slices(path: Path, layout: FileLayout, memory: dict[Slice, torch.Tensor]) -> list[int]:
     """Write slices to a new file, through to the disk; return the CRC-32C of each, in its order.
 
     Raises:
@@ -208,7 +208,7 @@ class SliceFile:
         CheckpointError: It cannot be opened or read.
     """
 
-    def __init__(self, path: Path, layout: Layout, stays_open: bool = True) -> None:
+    def __init__(self, path: Path, layout: FileLayout, stays_open: bool = True) -> None:
         self.path, self.layout = path, layout
         self._descriptor: int | None = None
         self._map: FileMap | None = None

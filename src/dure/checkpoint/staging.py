@@ -24,9 +24,15 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class StagingOptions:
-    """torch's options: taken, and change nothing. A snapshot is one copy, before the call returns.
+    """torch's options, without effect: a snapshot is one copy, made before the call returns.
 
     A thread that copied later would see what the next step writes.
+
+    Attributes:
+        use_pinned_memory: No effect.
+        use_shared_memory: No effect.
+        use_async_staging: No effect.
+        use_non_blocking_copy: No effect.
     """
 
     use_pinned_memory: bool = True
@@ -44,11 +50,19 @@ class AsyncStager(Protocol):
         ...
 
     def hold(self, memory: dict[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
-        """Return copies, which are valid until the next call."""
+        """Return copies, which are valid until the next call.
+
+        Args:
+            memory: Tensors, by slice.
+        """
         ...
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a state. `async_save` calls `hold` instead."""
+        """Return a copy of a state. `async_save` calls `hold` instead.
+
+        Args:
+            state_dict: The state.
+        """
         ...
 
     def synchronize_staging(self) -> None:
@@ -65,7 +79,7 @@ class BlockingAsyncStager:
 
     Args:
         cache_staged_state_dict: Keep the buffer from save to save.
-        type_check: Changes nothing.
+        type_check: No effect.
     """
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
@@ -79,6 +93,9 @@ class BlockingAsyncStager:
 
     def hold(self, memory: dict[Slice, torch.Tensor]) -> dict[Slice, torch.Tensor]:
         """Return copies, which are valid until the next call.
+
+        Args:
+            memory: Tensors, by slice.
 
         Cost: one pass over the bytes; memory: as many, the first time.
         """
@@ -103,7 +120,11 @@ class BlockingAsyncStager:
         return found
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a state, in the CPU's memory. `async_save` calls `hold` instead."""
+        """Return a copy of a state, in the CPU's memory. `async_save` calls `hold` instead.
+
+        Args:
+            state_dict: The state.
+        """
         return pytree.tree_map(_copied, state_dict)
 
     def synchronize_staging(self) -> None:
@@ -128,7 +149,7 @@ class DefaultStager(BlockingAsyncStager):
     """The same, and keeps its buffer.
 
     Args:
-        config: Changes nothing.
+        config: No effect.
     """
 
     def __init__(self, config: StagingOptions | None = None) -> None:

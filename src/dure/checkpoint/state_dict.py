@@ -117,7 +117,30 @@ def get_state_dict(
 ) -> tuple[State, State]:
     """Return the model's state and the optimizers', under the user's names.
 
-    Args, errors and collectives as `get_model_state_dict` and `get_optimizer_state_dict`.
+    Args:
+        model: In any wrappers, sharded or not.
+        optimizers: One or several, which update its parameters.
+        submodules: Only these modules of it, and the optimizers' state of their parameters.
+        options: See `StateDictOptions`.
+
+    Returns:
+        What `get_model_state_dict` and `get_optimizer_state_dict` return.
+
+    Raises:
+        UsageError: As these two.
+
+    Collective with ``full_state_dict``: the ranks of the parameters' meshes.
+
+    Example:
+        ```python
+        from dure.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        weights, moments = get_state_dict(model, optimizer)
+        assert set(weights) == set(moments["state"]) == {"weight", "bias"}
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        ```
     """
     view = _View(model, options)
     return view.model_state(submodules), view.optimizer_state(optimizers, submodules)
@@ -180,10 +203,24 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
-    """Put back the model's state and the optimizers'; return the model's missing and other names.
+    """Put back the model's state and the optimizers'.
 
-    Args, errors and collectives as `set_model_state_dict` and `set_optimizer_state_dict`. With an
-    empty `model_state_dict` only the optimizers are set.
+    Args:
+        model: In any wrappers, sharded or not. Tensors on the meta device are replaced.
+        optimizers: One or several, which update its parameters.
+        model_state_dict: As for `set_model_state_dict`; if it is empty, only the optimizers are
+            set.
+        optim_state_dict: As for `set_optimizer_state_dict`.
+        options: See `StateDictOptions`.
+
+    Returns:
+        The model's names that were missing, and names that it does not have.
+
+    Raises:
+        CheckpointMismatch: As `set_model_state_dict` and `set_optimizer_state_dict`.
+        UsageError: As these two.
+
+    Collective with ``broadcast_from_rank0``: all ranks.
     """
     view = _View(model, options)
     has_model = model_state_dict or (options is not None and options.broadcast_from_rank0)
@@ -207,13 +244,23 @@ def set_model_state_dict(
         options: See `StateDictOptions`.
 
     Returns:
-        Names that were missing, and names that the model has not.
+        Names that were missing, and names that the model does not have.
 
     Raises:
         CheckpointMismatch: Shapes differ, or with ``strict`` names.
         UsageError: ``broadcast_from_rank0`` without ``full_state_dict``.
 
     Collective with ``broadcast_from_rank0``: all ranks.
+
+    Example:
+        ```python
+        from dure.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(4, 2))
+        state = get_model_state_dict(ddp)
+        assert list(state) == ["weight", "bias"]  # not module.weight
+        set_model_state_dict(torch.nn.Linear(4, 2), state)
+        ```
     """
     return _View(model, options).set_model(model_state_dict)
 
@@ -230,6 +277,12 @@ def set_optimizer_state_dict(
     Parameters that are frozen take none. Without ``strict``, parameters whose state is missing
     keep theirs, or begin at their first step.
 
+    Args:
+        model: The model whose parameters they update.
+        optimizers: One or several.
+        optim_state_dict: As `get_optimizer_state_dict` returns it, with full tensors or DTensors.
+        options: See `StateDictOptions`.
+
     Returns:
         Names of parameters whose state was missing, and of those that no optimizer has.
 
@@ -244,7 +297,7 @@ def set_optimizer_state_dict(
     return _View(model, options).set_optimizers(optimizers, optim_state_dict)
 
 
-class _Sent(NamedTuple):
+class _TensorStandIn(NamedTuple):
     """Stands for a tensor that rank 0 sends after."""
 
     shape: torch.Size
@@ -522,10 +575,10 @@ class _View:
             if value.numel() <= _NUM_SENT_AS_VALUE:
                 return value.detach().cpu()
             full[path] = value.detach()
-            return _Sent(value.shape, value.dtype)
+            return _TensorStandIn(value.shape, value.dtype)
 
         def receive(path: Path, value: Any) -> Any:
-            if not isinstance(value, _Sent):
+            if not isinstance(value, _TensorStandIn):
                 return value
             target = like(path)
             tensor = full.get(path)
@@ -549,7 +602,11 @@ class _View:
 
 
 def _init_optim_state(optim: torch.optim.Optimizer) -> None:
-    """Give an optimizer the state of its first step, unless it has some; torch's private name."""
+    """Give an optimizer the state of its first step, unless it has some; torch's private name.
+
+    Args:
+        optim: Any optimizer of torch.
+    """
     if optim.state:
         return
     for group in optim.param_groups:
@@ -563,6 +620,10 @@ def _patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | Non
     """Replace a model's `state_dict` and `load_state_dict`.
 
     By `get_model_state_dict` and `set_model_state_dict`. A private name of torch that programs use.
+
+    Args:
+        model: In any wrappers, sharded or not.
+        options: See `StateDictOptions`.
     """
     _patch(
         model,
@@ -578,6 +639,11 @@ def _patch_optimizer_state_dict(
 
     By `get_optimizer_state_dict` and `set_optimizer_state_dict` of all of them. A private name
     of torch that programs use.
+
+    Args:
+        model: The model whose parameters they update.
+        optimizers: One or several.
+        options: See `StateDictOptions`.
     """
     several = _several(optimizers)
     for optimizer in several:

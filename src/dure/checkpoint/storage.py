@@ -19,7 +19,13 @@ CheckpointId = str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What became of one item."""
+    """What became of one item.
+
+    Attributes:
+        index: The item's.
+        size_in_bytes: How many bytes were written.
+        storage_data: Data of the storage.
+    """
 
     index: MetadataIndex
     size_in_bytes: int
@@ -34,36 +40,74 @@ def done(result: T) -> Future[T]:
 
 
 class StorageWriter(ABC):
-    """What `save` calls, in this order; futures are torch's or Python's."""
+    """A custom storage for `save`, which calls these methods in this order.
+
+    Futures are torch's or Python's. An error on any rank is raised on all.
+    """
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
-        """Learn that another checkpoint will be written, and where."""
+        """Prepare for another checkpoint.
+
+        Args:
+            checkpoint_id: Where it will be written.
+        """
         return
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether the storage can have a checkpoint there."""
+        """Return whether the storage can have a checkpoint there.
+
+        Args:
+            checkpoint_id: As given to `save` or `load`.
+        """
         return True
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin."""
+        """Begin.
+
+        Args:
+            is_coordinator: Whether this rank divides the plans.
+            *args: None; torch's signature.
+            **kwargs: None; torch's signature.
+        """
         return
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return this rank's plan, with what the storage adds."""
+        """Return this rank's plan, with what the storage adds.
+
+        Args:
+            plan: The plan of the planner.
+        """
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The same for all ranks' plans; on the coordinator."""
+        """Return all ranks' plans, with what the storage adds; called on the coordinator.
+
+        Args:
+            plans: By rank.
+        """
         return plans
 
     @abstractmethod
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Write what `planner.resolve_data` returns for each item; a future of `WriteResult`s."""
+        """Write this rank's items.
+
+        Args:
+            plan: The items.
+            planner: Its `resolve_data` returns each item's data.
+
+        Returns:
+            A future of a list of `WriteResult`.
+        """
 
     @abstractmethod
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the checkpoint one; on the coordinator, with what all ranks wrote."""
+        """Complete the checkpoint; called on the coordinator when all ranks have written.
+
+        Args:
+            metadata: The contents of the checkpoint.
+            results: What `write_data` returned, by rank.
+        """
 
     def storage_meta(self) -> StorageMeta | None:
         """Return metadata for the planner."""
@@ -71,38 +115,72 @@ class StorageWriter(ABC):
 
 
 class StorageReader(ABC):
-    """What `load` calls, in this order."""
+    """A custom storage for `load`, which calls these methods in this order."""
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
-        """Learn that another checkpoint will be read, and which."""
+        """Prepare for another checkpoint.
+
+        Args:
+            checkpoint_id: Which will be read.
+        """
         return
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether the storage can have a checkpoint there."""
+        """Return whether the storage can have a checkpoint there.
+
+        Args:
+            checkpoint_id: As given to `save` or `load`.
+        """
         return True
 
     @abstractmethod
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the checkpoint holds."""
+        """Return what the checkpoint holds.
+
+        Args:
+            *args: None; torch's signature.
+            **kwargs: None; torch's signature.
+        """
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Begin."""
+        """Begin.
+
+        Args:
+            metadata: What `read_metadata` returned.
+            is_coordinator: Whether this rank passes on the plans.
+            *args: None; torch's signature.
+            **kwargs: None; torch's signature.
+        """
         return
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return this rank's plan, with what the storage adds."""
+        """Return this rank's plan, with what the storage adds.
+
+        Args:
+            plan: The plan of the planner.
+        """
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The same for all ranks' plans; on the coordinator."""
+        """Return all ranks' plans, with what the storage adds; called on the coordinator.
+
+        Args:
+            plans: By rank.
+        """
         return plans
 
     @abstractmethod
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Read each item to where `planner.resolve_tensor` says, or to its `load_bytes`; a future.
+        """Read this rank's items.
 
-        `planner.commit_tensor` is called after each tensor.
+        Args:
+            plan: The items.
+            planner: A tensor is read into what its `resolve_tensor` returns, and then passed to its
+                `commit_tensor`; bytes are passed to its `load_bytes`.
+
+        Returns:
+            A future that is done when all is read.
         """

@@ -41,7 +41,7 @@ from dure.checkpoint.files import DTYPES, write_all
 from dure.checkpoint.folder import Folder, Unflushed, flush, flush_name, make, replace_file
 from dure.checkpoint.restoring import Read, read_slices
 from dure.checkpoint.saving import OnDemand, Saving, Taken
-from dure.checkpoint.slice_files import Kind, Layout, Slice
+from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
 from dure.checkpoint.slices import Box, full_box
 from dure.checkpoint.tree import Named, tensor_node
 from dure.checkpoint.weight_reading import (
@@ -55,7 +55,7 @@ from dure.checkpoint.weight_reading import (
     indexed_files,
     journaled,
 )
-from dure.checkpoint.weight_writing import Sums, Target, WeightWriter, opened
+from dure.checkpoint.weight_writing import FilePosition, Sums, WeightWriter, opened
 from dure.errors import CheckpointError, CheckpointException, UsageError
 
 __all__ = ["MAX_FILE_BYTES", "consolidate", "save_weights"]
@@ -71,7 +71,7 @@ _MOST_SHOWN = 8  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _FolderState:
     """What rank 0 found in the folder."""
 
     token: str
@@ -84,7 +84,7 @@ class _Begun:
     """Files to remove when the new weights are published."""
 
 
-def _begin(folder: Folder, overwrite: bool) -> _Begun:
+def _begin(folder: Folder, overwrite: bool) -> _FolderState:
     """Make a folder, lock it, remove leftovers, and find out what it contains.
 
     Raises:
@@ -117,7 +117,7 @@ def _begin(folder: Folder, overwrite: bool) -> _Begun:
     found = [_PART.fullmatch(name) for name in os.listdir(path)]
     number = max((int(m[1] or 1) for m in found if m), default=0) + 1
     there = tuple(sorted(name for name in old or () if os.path.lexists(path / name)))
-    return _Begun(secrets.token_hex(4), number, indexed, there)
+    return _FolderState(secrets.token_hex(4), number, indexed, there)
 
 
 def _is_ours(path: Path) -> bool:
@@ -176,8 +176,8 @@ class _Files:
     def __init__(
         self,
         folder: Path,
-        begun: _Begun,
-        kinds: dict[str, Kind],
+        begun: _FolderState,
+        kinds: dict[str, TensorKind],
         boxes: Mapping[str, Iterable[Box]],
         numbers: Mapping[str, int],
         max_bytes: int,
@@ -198,12 +198,12 @@ class _Files:
         without = {name: dict.fromkeys(boxes[name], 0) for name in kinds}
         self._layouts = {file: self._layout(file, without) for file in files}
 
-    def _layout(self, file: str, sums: Sums) -> Layout:
+    def _layout(self, file: str, sums: Sums) -> FileLayout:
         """Lay a file out; the single one has the checksums in its header."""
         metadata = {"format": "pt"}
         if self._single:
             metadata |= checksums_of(self._kinds, sums)
-        return Layout.of(self._parts[file], self._kinds, metadata)
+        return FileLayout.of(self._parts[file], self._kinds, metadata)
 
     def path(self, file: str) -> Path:
         """Return the hidden path of a file, which it has until it is published."""
@@ -215,10 +215,10 @@ class _Files:
             with opened(self.path(file), os.O_CREAT | os.O_EXCL) as descriptor:
                 os.ftruncate(descriptor, layout.num_bytes)
 
-    def tensors(self) -> dict[str, Target]:
+    def tensors(self) -> dict[str, FilePosition]:
         """Return where each tensor begins."""
         return {
-            part.name: Target(self.path(file), begin)
+            part.name: FilePosition(self.path(file), begin)
             for file, layout in self._layouts.items()
             for part, begin in layout.begins.items()
         }
@@ -282,7 +282,9 @@ class _Files:
         return json.dumps({"metadata": metadata, "weight_map": placed}, indent=2).encode()
 
 
-def _cut(kinds: dict[str, Kind], numbers: Mapping[str, int], max_bytes: int) -> list[list[Slice]]:
+def _cut(
+    kinds: dict[str, TensorKind], numbers: Mapping[str, int], max_bytes: int
+) -> list[list[Slice]]:
     """Distribute tensors over files."""
     cut: dict[int, list[Slice]] = {}
     number, filled = max(numbers.values(), default=1), 0
@@ -364,7 +366,7 @@ class _Weights:
         self._writer.reserve(targets)
         return written
 
-    def _targets(self) -> dict[str, list[Target]]:
+    def _targets(self) -> dict[str, list[FilePosition]]:
         places = self.files.tensors()
         return {tensor: [places[n] for n in names] for tensor, names in self._names.items()}
 
@@ -405,9 +407,9 @@ def save_weights(
         tensor is divided by columns.
     """
     place, leads = Folder(folder), ranks.rank == 0
-    begun: list[_Begun] = []
+    begun: list[_FolderState] = []
 
-    def begin() -> _Begun | None:
+    def begin() -> _FolderState | None:
         if leads:
             begun.append(_begin(place, overwrite))
         return begun[0] if begun else None
@@ -463,6 +465,13 @@ def consolidate(
             written. Earlier contents are unchanged.
 
     Cost: memory of the largest tensor.
+
+    Example:
+        ```python
+        dist.checkpoint.save({"model": torch.nn.Linear(4, 2)}, checkpoint_id="run/model")
+        if dist.get_rank() == 0:
+            dist.checkpoint.consolidate("run/model", "run/export", prefix="model.")
+        ```
     """
     folder, to = Path(folder), Path(to)
     catalog = catalog_of(folder)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, cast
 
 from dure.checkpoint.catalog import Catalog, Stored, Unreadable
 from dure.checkpoint.files import DTYPES, damaged, open_file, read_file, too_new
-from dure.checkpoint.slice_files import Kind, Layout, Slice
+from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
 from dure.checkpoint.slices import Box, fault_of_cover, full_box
 from dure.checkpoint.tree import tensor_node
 from dure.errors import CheckpointError
@@ -65,7 +65,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _NAMES = frozenset(DTYPES.values())
 
 
-class _Header(NamedTuple):
+class _FileHeader(NamedTuple):
     """The header of a safetensors file."""
 
     data: bytes
@@ -103,9 +103,9 @@ def _catalog(folder: Path) -> Catalog:
     files = _files(folder) if placed is None else sorted(set(placed.values()))
     if not files:
         raise Unreadable(f"there are no weights: no {INDEX} and no file of safetensors in {folder}")
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, TensorKind] = {}
     begins: dict[str, tuple[str, int]] = {}
-    headers: dict[str, _Header] = {}
+    headers: dict[str, _FileHeader] = {}
     for file in files:
         path = (folder / file).resolve()
         header = headers[str(path)] = header_of(path)
@@ -125,9 +125,9 @@ def _catalog(folder: Path) -> Catalog:
 
 
 def _cataloged(
-    kinds: dict[str, Kind],
+    kinds: dict[str, TensorKind],
     begins: dict[str, tuple[str, int]],
-    headers: dict[str, _Header],
+    headers: dict[str, _FileHeader],
     sums: dict[str, dict[Box, int]] | None,
 ) -> Catalog:
     """Build the catalog: slices are those that have checksums, else complete tensors."""
@@ -145,7 +145,7 @@ def _cataloged(
             assert run is not None
             found[path][Slice(name, box)] = begin + run[0] * kind.torch_dtype.itemsize
     for path, header in headers.items():
-        catalog.layouts[path] = Layout(header.data, found[path], header.num_bytes)
+        catalog.layouts[path] = FileLayout(header.data, found[path], header.num_bytes)
     return catalog
 
 
@@ -213,7 +213,7 @@ def journaled(folder: Path) -> list[str]:
     return [n for n in named if isinstance(n, str) and n == Path(n).name]
 
 
-def header_of(path: Path) -> _Header:
+def header_of(path: Path) -> _FileHeader:
     """Read the header of a file of safetensors.
 
     Raises:
@@ -228,17 +228,17 @@ def header_of(path: Path) -> _Header:
         text = file.read(count)
     entries = cast(dict[str, dict[str, Any]], parse_json(text))
     metadata = cast(dict[str, str], entries.pop("__metadata__", {}))
-    return _Header(length + text, entries, metadata, size)
+    return _FileHeader(length + text, entries, metadata, size)
 
 
-def _tensors(path: Path, header: _Header) -> dict[str, tuple[Kind, int]]:
+def _tensors(path: Path, header: _FileHeader) -> dict[str, tuple[TensorKind, int]]:
     """Return the kind and the position of each tensor of a file."""
-    found: dict[str, tuple[Kind, int]] = {}
+    found: dict[str, tuple[TensorKind, int]] = {}
     before = len(header.data)
     for name, entry in header.entries.items():
         if entry["dtype"] not in _NAMES:
             raise Unreadable(f"{name!r} in {path.name} is of an unknown dtype, {entry['dtype']!r}")
-        kind = Kind(entry["dtype"], tuple(entry["shape"]))
+        kind = TensorKind(entry["dtype"], tuple(entry["shape"]))
         begin, end = entry["data_offsets"]
         numbers = [begin, end, *kind.shape]
         if not all(type(n) is int and n >= 0 for n in numbers) or end > header.num_bytes - before:
@@ -250,7 +250,7 @@ def _tensors(path: Path, header: _Header) -> dict[str, tuple[Kind, int]]:
 
 
 def checksums_of(
-    kinds: Mapping[str, Kind], sums: Mapping[str, Mapping[Box, int]]
+    kinds: Mapping[str, TensorKind], sums: Mapping[str, Mapping[Box, int]]
 ) -> dict[str, str]:
     """Return the checksums of tensors as metadata, whose length does not depend on them."""
     fields = {
@@ -261,7 +261,7 @@ def checksums_of(
     return {KEY: text, _VERSION_KEY: str(VERSION), _NEEDS_KEY: _NEEDS}
 
 
-def _checksums(text: Any, kinds: Mapping[str, Kind]) -> dict[str, dict[Box, int]]:
+def _checksums(text: Any, kinds: Mapping[str, TensorKind]) -> dict[str, dict[Box, int]]:
     """Return the checksums of all tensors; Unreadable: they are not of these tensors."""
     fields = cast(dict[str, Any], parse_json(text.encode()))
     _same(fields.keys() ^ kinds.keys())

@@ -33,13 +33,13 @@ import torch
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.files import PIECE_BYTES, pieces, start_flush, write_all
-from dure.checkpoint.slice_files import Kind, Slice
+from dure.checkpoint.slice_files import Slice, TensorKind
 from dure.checkpoint.slices import Box, full_box
 from dure.comm.checksum import crc32c
 from dure.comm.collectives import all_to_all
 from dure.comm.reduction import as_bytes
 
-__all__ = ["Sums", "Target", "WeightWriter", "opened"]
+__all__ = ["FilePosition", "Sums", "WeightWriter", "opened"]
 
 MIN_RUN_BYTES = 1 << 20
 PORTION_BYTES = 16 << 20
@@ -53,14 +53,14 @@ Sums = dict[str, dict[Box, int]]
 """CRC-32C of slices, by tensor."""
 
 
-class Target(NamedTuple):
+class FilePosition(NamedTuple):
     """The position of a tensor in a file."""
 
     path: Path
     begin: int
 
 
-class _Step(NamedTuple):
+class _ExchangeStep(NamedTuple):
     """One exchange, as one rank sees it."""
 
     portions: list[list[Slice]]
@@ -93,7 +93,7 @@ class WeightWriter:
 
     def __init__(
         self,
-        kinds: Mapping[str, Kind],
+        kinds: Mapping[str, TensorKind],
         parts: Sequence[Iterable[Slice]],
         memory: Callable[[Slice], torch.Tensor],
         ranks: Ranks,
@@ -121,10 +121,10 @@ class WeightWriter:
         for name, full in full_boxes.items():
             itemsize = kinds[name].torch_dtype.itemsize
             self.boxes[name] = list(_runs(full, full, self._most // itemsize))
-        self._steps: list[_Step] = []
+        self._steps: list[_ExchangeStep] = []
         self._outgoing = self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def write(self, targets: Mapping[str, list[Target]]) -> Sums:
+    def write(self, targets: Mapping[str, list[FilePosition]]) -> Sums:
         """Write and flush the runs that this rank has; return their checksums.
 
         Raises:
@@ -132,7 +132,7 @@ class WeightWriter:
         """
         return self._write(self._own_runs(targets), targets)
 
-    def reserve(self, targets: Mapping[str, list[Target]]) -> None:
+    def reserve(self, targets: Mapping[str, list[FilePosition]]) -> None:
         """Compute the steps of `exchange`, and allocate what a step sends and receives.
 
         Raises:
@@ -145,13 +145,13 @@ class WeightWriter:
             step += [[] for _ in range(size - len(step))]
             sent = [0 if w == rank else self._count(step[w], rank) for w in range(size)]
             received = [0 if r == rank else self._count(step[rank], r) for r in range(size)]
-            self._steps.append(_Step(step, sent, received))
+            self._steps.append(_ExchangeStep(step, sent, received))
         outgoing = max((_room(step.sent) for step in self._steps), default=0)
         incoming = max((_room(step.received) for step in self._steps), default=0)
         self._outgoing = torch.empty(outgoing, dtype=torch.uint8, device="cpu")
         self._incoming = torch.empty(incoming, dtype=torch.uint8, device="cpu")
 
-    def exchange(self, targets: Mapping[str, list[Target]]) -> Sums:
+    def exchange(self, targets: Mapping[str, list[FilePosition]]) -> Sums:
         """Exchange the other tensors, write and flush this rank's blocks; return their checksums.
 
         All ranks must have called `reserve` without an error.
@@ -170,7 +170,7 @@ class WeightWriter:
             raise
 
     def _write(
-        self, runs: Iterator[tuple[Slice, torch.Tensor]], targets: Mapping[str, list[Target]]
+        self, runs: Iterator[tuple[Slice, torch.Tensor]], targets: Mapping[str, list[FilePosition]]
     ) -> Sums:
         sums = Sums()
         with _Outputs() as outputs:
@@ -189,7 +189,7 @@ class WeightWriter:
         return sums
 
     def _own_runs(
-        self, targets: Mapping[str, list[Target]]
+        self, targets: Mapping[str, list[FilePosition]]
     ) -> Iterator[tuple[Slice, torch.Tensor]]:
         rank = self._ranks.rank
         mine = {name for name, held in self._held.items() if rank in held}
@@ -229,7 +229,7 @@ class WeightWriter:
         if failed is not None:
             raise failed
 
-    def _portions(self, targets: Mapping[str, list[Target]]) -> list[list[Slice]]:
+    def _portions(self, targets: Mapping[str, list[FilePosition]]) -> list[list[Slice]]:
         """Return the blocks of all exchanged tensors, in portions.
 
         They are ordered as in the files, but large elements come first, which keeps alignment.
@@ -361,7 +361,7 @@ def _first_divided(box: Box, within: Box) -> int:
     return max(divided, default=0)
 
 
-def _has_short_runs(box: Box, kind: Kind) -> bool:
+def _has_short_runs(box: Box, kind: TensorKind) -> bool:
     full = full_box(kind.shape)
     if box.run_in(full) is not None:
         return False

@@ -71,7 +71,7 @@ class HasAxes(Protocol):
 
 
 @dataclass(slots=True)
-class _Pass:
+class _SamplerPass:
     """One run through an epoch's order, which may begin in its middle."""
 
     start: int
@@ -141,7 +141,7 @@ class DistributedSampler(Sampler[int]):
         self.shuffle, self.seed, self.drop_last, self.pad = shuffle, seed, drop_last, pad
         self.epoch = 0
         self._warned = False
-        self._pass = _Pass(start=0)
+        self._pass = _SamplerPass(start=0)
 
     def rejoin(self) -> None:
         """Take this rank's share in the present world, if a world gave it the old one.
@@ -172,7 +172,7 @@ class DistributedSampler(Sampler[int]):
         if self._pass.begun:
             if self._pass.ended:
                 self._warn_of_a_forgotten_epoch()
-            self._pass = _Pass(start=0)
+            self._pass = _SamplerPass(start=0)
         self._pass.begun = True
         return self._walk(self._pass)
 
@@ -184,7 +184,7 @@ class DistributedSampler(Sampler[int]):
     def _move(self, epoch: int, start: int, why: str) -> None:
         """Change the position, and mark a running pass as replaced."""
         self._pass.replaced = why
-        self.epoch, self._pass = epoch, _Pass(start)
+        self.epoch, self._pass = epoch, _SamplerPass(start)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int | bool]:
         """Return where the job is, to be saved with a checkpoint; the same on all ranks.
@@ -277,7 +277,7 @@ class DistributedSampler(Sampler[int]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return cast(list[int], torch.randperm(count, generator=generator, device="cpu").tolist())  # pyright: ignore[reportUnknownMemberType]
 
-    def _walk(self, walk: _Pass) -> Iterator[int]:
+    def _walk(self, walk: _SamplerPass) -> Iterator[int]:
         """Yield this rank's places of the order from ``walk.start`` on, counting them."""
         order, share = self._order(), self.share(walk.start)
         first = walk.start + self.rank

@@ -1,25 +1,26 @@
 """`Join`: training continues when some ranks have run out of inputs (torch's interface).
 
 A rank whose inputs have ended leaves its loop and would be missing in the next collective. Inside a
-`Join` it does not go away at the end of the block: it *shadows* the others, which means that it
-calls the collectives that they call, with nothing to add, until all ranks have come to the end.
+`Join` it waits at the end of the block, and *shadows* the others: it calls the collectives that
+they call, with nothing to add, until all ranks have reached the end.
 
 How does it know what to call? Objects that communicate in a loop are *joinables* (DDP, the sharded
-optimizer). Before it communicates, a joinable *announces* what it is about to do, and the ranks at
-the end of the block *listen*. Both are the same small all_reduce: each rank has one number in it,
+optimizer, the forwards in `fsdp.follow`). Before it communicates, a joinable *announces* what it is
+about to do, and the ranks at the end of the block *listen*. Both are the same small all_reduce, in
+which each rank has one number:
 
-    0                        this rank has run out of inputs
-    1 + 4 * place + phase    it is about to do `phase` of the joinable at `place` in the context
-    -1                       it left the block with an error
+    0                          this rank has run out of inputs
+    1 + 65536 * place + phase  it is about to do `phase` of the joinable at `place` in the context
+    -1                         it left the block with an error
+    -2                         it has run out of inputs, and cannot shadow the others
 
-and no rank writes another's, so that the sum shows every rank what all the others do next. A
-listener then calls the joinable's *hook* for that phase, and listens again. When no rank announces
-anything, all have joined, and the post-hooks make the ranks equal.
+No rank writes another's number, so the sum shows every rank what all the others do next. A listener
+then calls the joinable's *hook* for that phase, and listens again. When no rank announces anything,
+all have joined, and the post-hooks make the ranks equal.
 
-Because each joinable announces its own doings, at the moment when they become certain, a listener
-never guesses: forwards without a backward, accumulation without synchronisation and optimizers that
-step at every k-th iteration need no care. (torch announces a complete iteration at its first
-forward.)
+A joinable announces each phase when it is certain, so a listener never guesses: forwards without a
+backward, accumulation without synchronization and optimizers that step at every k-th iteration are
+followed as they come. (torch announces a complete iteration at its first forward.)
 """
 
 from __future__ import annotations
@@ -49,13 +50,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Join", "JoinConfig", "JoinHook", "JoinRound", "JoinSlot", "Joinable"]
 
-_JOINED, _FAILED = 0, -1
-_PHASES = 4
+_JOINED, _FAILED, _UNABLE = 0, -1, -2
+_PHASES = 1 << 16
 _MANY_ROUNDS = 1000
 
 
 class JoinHook:
-    """What a joinable does on a rank that has run out of inputs; override what is needed."""
+    """What a joinable does on a rank that has run out of inputs; override what is needed.
+
+    Attributes:
+        preparation: How a rank becomes able to shadow, for the error if `can_shadow` is False.
+    """
+
+    preparation = ""
+
+    def can_shadow(self) -> bool:
+        """Return whether this rank can shadow; if not, an announcement is an error on all ranks."""
+        return True
 
     def enter(self, context: Join) -> None:
         """Get ready for `context`, which begins; may refuse it, on all ranks."""
@@ -119,6 +130,10 @@ class Joinable(ABC):
                 joinables of the context (Any: theirs to define).
         """
 
+    def describe_phase(self, phase: int) -> str:
+        """Return what the joinable does in a phase, for errors."""
+        return f"phase {phase} of {type(self).__name__}"
+
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
@@ -148,7 +163,7 @@ class JoinRound:
     @property
     def joined(self) -> tuple[int, ...]:
         """Group ranks that have run out of inputs, in order."""
-        return tuple(r for r, code in enumerate(self.codes) if code == _JOINED)
+        return tuple(r for r, code in enumerate(self.codes) if code in (_JOINED, _UNABLE))
 
     def wait(self) -> bool:
         """Return True: the announcement has been made (torch's returns a work to wait for)."""
@@ -216,6 +231,7 @@ class Join:
         self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._ended = False
         self._last: JoinRound | None = None
+        self._known: Exception | None = None  # raised on all ranks
 
     def __enter__(self) -> Join:
         if not self._enable:
@@ -261,8 +277,8 @@ class Join:
 
         Args:
             joinable: The object that is about to communicate.
-            phase: The number of its next phase, if it has different ones (0 to 3); passed to its
-                hook's `shadow`.
+            phase: The number of its next phase, if it has different ones (0 to 65,535); passed to
+                its hook's `shadow`.
 
         Returns:
             What all ranks announced; None where `joinable` is in no context, and on a rank that
@@ -287,9 +303,11 @@ class Join:
         self.group.all_reduce(numbers)
         round = JoinRound(tuple(numbers.tolist()))
         codes = set(round.codes)
-        if _FAILED in codes or len(codes - {_JOINED}) > 1:
-            raise self._error_of(round)
-        if codes != {_JOINED}:
+        announced = codes - {_JOINED, _UNABLE}
+        if _FAILED in codes or len(announced) > 1 or (announced and _UNABLE in codes):
+            self._known = self._error_of(round)
+            raise self._known
+        if announced:
             self._last = round
         return round
 
@@ -310,7 +328,8 @@ class Join:
     def _shadow_others(self) -> None:
         """Shadow until all ranks are here; then make the ranks equal."""
         num_rounds = 0
-        while (round := self._exchange(_JOINED)).active:
+        code = _JOINED if all(hook.can_shadow() for hook in self._hooks) else _UNABLE
+        while (round := self._exchange(code)).active:
             if self.throw_on_early_termination:
                 raise self._uneven(round)
             place, phase = divmod(round.codes[round.active[0]] - 1, _PHASES)
@@ -327,11 +346,12 @@ class Join:
             hook.post_hook(self.group.rank() in self.last_joiners)
 
     def _say_failed(self, error: BaseException) -> None:
-        """Tell the others that this rank will not come back; do not wait for them to hear it.
+        """Report to the others that this rank has left; do not wait until they know.
 
-        Errors of communication, and those of the context, all ranks know of anyway.
+        Errors of communication, and those of the context, are raised on all ranks.
         """
-        if isinstance(error, CommError | UnevenInputs) or not isinstance(error, Exception):
+        is_known = error is self._known or isinstance(error, CommError | UnevenInputs)
+        if is_known or not isinstance(error, Exception):
             return
         with suppress(DureError):
             work = self.group.all_reduce(self._numbers(_FAILED), async_op=True)
@@ -340,22 +360,29 @@ class Join:
 
     # ---------------------------------------------------------------- errors
 
-    def _error_of(self, round: JoinRound) -> CommError:
-        """Make the error of a round in which a rank failed, or ranks are not at the same thing."""
+    def _error_of(self, round: JoinRound) -> CommError | UsageError:
+        """Make the error of a round that the ranks cannot continue after."""
         if _FAILED in round.codes:
             peer = round.codes.index(_FAILED)
             return PeerLost(
                 f"rank {peer} left the Join context with an error",
                 peer=peer,
                 exit="raised an error",
-                seen="see what that rank says",
+                seen="see that rank's error",
                 **self._where(),
             )
         calls = {r: self._describe(code) for r, code in enumerate(round.codes)}
+        seen = "; ".join(f"rank {r}: {text}" for r, text in calls.items())
+        if _UNABLE in round.codes:
+            return UsageError(
+                "a rank that has run out of inputs cannot follow the others",
+                seen=seen,
+                fix=" ".join(hook.preparation for hook in self._hooks if hook.preparation),
+            )
         return Desync(
             "the ranks announced different things to the Join context",
             calls=calls,
-            seen=", ".join(f"rank {r}: {text}" for r, text in calls.items()),
+            seen=seen,
             fix="Call the joinables in the same order on all ranks that have inputs.",
             **self._where(),
         )
@@ -363,8 +390,10 @@ class Join:
     def _describe(self, code: int) -> str:
         if code == _JOINED:
             return "has run out of inputs"
+        if code == _UNABLE:
+            return "has run out of inputs, and cannot follow"
         place, phase = divmod(code - 1, _PHASES)
-        return f"phase {phase} of {type(self._joinables[place]).__name__}"
+        return self._joinables[place].describe_phase(phase)
 
     def _uneven(self, round: JoinRound) -> UnevenInputs:
         ranks = ", ".join(map(str, round.joined))

@@ -2,7 +2,7 @@
 
 Two kinds. *Own* memory is each rank's: the others look at it during a collective, which reduces it
 in place (buckets of gradients). *Node-shared* memory is one for all ranks of a host: each reads
-what the others write (shared parameters).
+the writes of the others (shared parameters).
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What a step waits for, module by module, where parameters are gathered and gradients reduced.
+"""What a step spends where, measured on the host's clock around what communicates.
 
     forward                       backward                          wait for gradients
     |--[a]----[b]----[c]----------|----[c]----[b]----[a]------------|-----|
        |-- b, ahead --|                       |------ reduce c ---------|
 
-Measured on the host's clock, around what communicates. Of a module: how long its gather ran
-*ahead*, while something else computed; how long it was then waited for; and how long reducing its
-gradients was started or waited for. The sum of waits is the step's exposed communication.
+Communication that runs while a rank computes costs only memory bandwidth. The *exposed* part costs
+time: in it the step only starts communication or waits for it. Where parameters are
+gathered, it is also measured by module: how long its gather ran *ahead*, while something else
+computed; how long it was then waited for; and how long reducing its gradients was started or
+waited for.
 
 If there are listeners, phases, gathers, reductions and waits are emitted as spans.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,7 +27,7 @@ from dure.trace import spans
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["ModuleClock", "ModuleTimes", "ShardedStepTimes", "emit_phases"]
+__all__ = ["ModuleClock", "ModuleTimes", "StepClock", "StepTimes"]
 
 now = time.monotonic_ns
 _NS = 1e9
@@ -47,182 +49,225 @@ class ModuleTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedStepTimes:
-    """Times of one backward, and of the forwards before it.
+class StepTimes:
+    """Times of one backward that reduces gradients, and of the forward before it.
 
     Attributes:
-        exposed_comm_s: The part in which this rank only started or waited for communication.
-        exposed_forward_s: The part of it before backward.
-        turns_s: The part of it spent waiting for the other ranks to begin or end a step.
-        step: Number of the backward, from 1; 0 before the first.
-        num_bytes: Reduced bytes: this rank's unsharded gradients.
-        modules: By the path of the module.
+        forward_s: From the call of forward to the first gradient of backward.
+        backward_s: From the first gradient of backward to the last.
+        comm_s: From the start of the first bucket's reduction to the end of the last one's; 0 for
+            sharded modules, which have `modules`.
+        exposed_comm_s: The part of the step in which this rank only started or waited for
+            communication.
+        exposed_forward_s: The part of `exposed_comm_s` before backward.
+        waited_for_ranks_s: The part of `exposed_comm_s` spent waiting for the other ranks to begin
+            or end a step; of sharded modules.
+        step: Number of the step, from 1; 0 before the first.
+        num_bytes: Reduced bytes: this rank's buckets, or unsharded gradients.
+        modules: The communication times of each sharded module, by its path.
     """
 
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    comm_s: float = 0.0
     exposed_comm_s: float = 0.0
     exposed_forward_s: float = 0.0
-    turns_s: float = 0.0
+    waited_for_ranks_s: float = 0.0
     step: int = 0
     num_bytes: int = 0
     modules: Mapping[str, ModuleTimes] = field(default_factory=dict[str, ModuleTimes])
 
+    @property
+    def overlap_s(self) -> float:
+        """Seconds of `comm_s` during which backward continued to compute."""
+        return max(0.0, min(self.comm_s - self.exposed_comm_s, self.backward_s))
 
-class ModuleClock:
-    """Stamps of the current step. Forwards without gradients are not measured.
+
+class StepClock:
+    """Stamps of the current step, in nanoseconds of `time.monotonic_ns`; 0: not reached.
 
     Attributes:
-        times: Of the last backward that has ended.
+        forward: When forward began.
+        backward_start, backward_end: When the first and the last gradient were ready.
+        comm_start, comm_end: When the first reduction began, and when all had ended.
+        exposed: Nanoseconds in which communication was started or waited for.
+        num_bytes: Bytes of gradients that were reduced.
+        step: Number of the step, from 1.
     """
 
     def __init__(self) -> None:
-        self.times = ShardedStepTimes()
-        self._counts = False
-        self._clear()
+        self.step = 0
+        self.reset()
 
-    def _clear(self) -> None:
-        self._forward = self._backward = self._last = 0
-        self._exposed = self._exposed_forward = self._turns = self._num_bytes = 0
+    def reset(self) -> None:
+        """Drop the stamps of the step."""
+        self.forward = self.backward_start = self.backward_end = 0
+        self.comm_start = self.comm_end = self.num_bytes = 0
+        self.exposed = self._exposed_forward = self._waited_for_ranks = 0
         self._modules: dict[str, ModuleTimes] = {}
-        self._begun: dict[str, _Begun] = {}
+
+    def begin_backward(self) -> None:
+        """Note that the first gradient is ready."""
+        self.backward_start = now()
+        self._exposed_forward = self.exposed
+        self.step += 1
+
+    def end_compute(self) -> None:
+        """Note that backward has nothing left to compute."""
+        self.backward_end = now()
+
+    def expose(self, begin: int) -> int:
+        """Count the time from `begin` until now as exposed; return it."""
+        spent = now() - begin
+        self.exposed += spent
+        return spent
+
+    def times(self) -> StepTimes:
+        """Return what the finished step took."""
+        return StepTimes(
+            forward_s=max(0, self.backward_start - self.forward) / _NS if self.forward else 0.0,
+            backward_s=(self.backward_end - self.backward_start) / _NS,
+            comm_s=(self.comm_end - self.comm_start) / _NS,
+            exposed_comm_s=self.exposed / _NS,
+            exposed_forward_s=self._exposed_forward / _NS,
+            waited_for_ranks_s=self._waited_for_ranks / _NS,
+            step=self.step,
+            num_bytes=self.num_bytes,
+            modules=self._modules,
+        )
+
+    def emit_phases(self, group: ProcessGroup, last: int, end: int) -> None:
+        """Emit the spans of the step's phases, except those that have not begun.
+
+        Args:
+            group: The ranks that reduce gradients.
+            last: When backward had nothing left to compute.
+            end: When all gradients were reduced.
+        """
+        phases = (
+            ("forward", self.forward, self.backward_start),
+            ("backward", self.backward_start, last),
+            ("wait for gradients", last, end),
+        )
+        for name, start_ns, end_ns in phases:
+            if start_ns:
+                spans.emit(
+                    spans.Span(
+                        name=name,
+                        global_rank=group.global_ranks[group.rank()],
+                        group=group.group_name,
+                        start_ns=start_ns,
+                        end_ns=end_ns,
+                        details={"step": self.step},
+                    )
+                )
+
+
+class ModuleClock(StepClock):
+    """Measures the communication of sharded modules. Forwards without gradients are not measured.
+
+    Attributes:
+        last_times: Of the last backward that has ended.
+    """
+
+    def __init__(self) -> None:
+        self.last_times = StepTimes()
+        self._counts = False
+        super().__init__()
+
+    def reset(self) -> None:
+        """Drop the stamps of the step."""
+        super().reset()
+        self._started: dict[str, _Started] = {}
         self._spans: list[spans.Span] = []
 
     def begin_forward(self) -> None:
         """Note that the outermost module's forward begins."""
         self._counts = torch.is_grad_enabled()
-        if self._counts and not self._forward:
-            self._forward = now()
+        if self._counts and not self.forward:
+            self.forward = now()
 
     def begin_backward(self) -> None:
         """Note that the first gradient is ready."""
-        self._counts, self._backward = True, now()
-        self._exposed_forward = self._exposed
-
-    def last_wait(self) -> None:
-        """Note that backward has nothing left to compute."""
-        self._last = now()
+        self._counts = True
+        super().begin_backward()
 
     def waited_for_ranks(self, begin: int) -> None:
         """Note that other ranks were waited for, from `begin` until now."""
         if self._counts:
-            self._turns += self._spent(begin)
-            self._waited("other ranks", begin)
+            self._waited_for_ranks += self.expose(begin)
+            self._add_wait("other ranks", begin)
 
     def gather_started(self, module: str, begin: int, group: ProcessGroup | None) -> None:
         """Note that a gather was asked for, from `begin` until now; it was begun in `group`."""
         if self._counts:
-            self._of(module).unshard_s += self._spent(begin) / _NS
+            self._times_of(module).unshard_s += self.expose(begin) / _NS
             if group is not None:
-                self._begun[f"unshard {module}"] = _Begun(begin, now(), group.group_name)
+                self._started[f"unshard {module}"] = _Started(begin, now(), group.group_name)
 
     def gathered(self, module: str, begin: int) -> None:
         """Note that a gather was waited for, from `begin` until now."""
         if self._counts:
-            times, gather = self._of(module), self._begun.get(f"unshard {module}")
-            times.unshard_s += self._spent(begin) / _NS
+            times, gather = self._times_of(module), self._started.get(f"unshard {module}")
+            times.unshard_s += self.expose(begin) / _NS
             if gather is not None:
                 times.ahead_s += max(0, begin - gather.begin) / _NS
-                self._ended(f"unshard {module}", begin)
+                self._add_span(f"unshard {module}", begin)
 
     def reduction_started(
         self, module: str, begin: int, group: ProcessGroup, num_bytes: int
     ) -> None:
         """Note that reducing gradients was started in `group`, from `begin` until now."""
         if self._counts:
-            self._of(module).reduce_s += self._spent(begin) / _NS
-            self._num_bytes += num_bytes
-            self._begun[f"reduce {module}"] = _Begun(begin, now(), group.group_name)
+            self._times_of(module).reduce_s += self.expose(begin) / _NS
+            self.num_bytes += num_bytes
+            self._started[f"reduce {module}"] = _Started(begin, now(), group.group_name)
 
     def reduced(self, module: str, begin: int) -> None:
         """Note that a reduction was waited for, from `begin` until now."""
         if self._counts:
-            self._of(module).reduce_s += self._spent(begin) / _NS
-            self._ended(f"reduce {module}", begin)
+            self._times_of(module).reduce_s += self.expose(begin) / _NS
+            self._add_span(f"reduce {module}", begin)
 
     def end_backward(self, group: ProcessGroup) -> None:
-        """End the step: `times` are its times; if there are listeners, its spans are emitted."""
-        self.times = ShardedStepTimes(
-            exposed_comm_s=self._exposed / _NS,
-            exposed_forward_s=self._exposed_forward / _NS,
-            turns_s=self._turns / _NS,
-            step=self.times.step + 1,
-            num_bytes=self._num_bytes,
-            modules=self._modules,
-        )
+        """End the step: set `last_times`; if there are listeners, emit its spans."""
+        self.last_times = self.times()
         if spans.listeners:
-            self._emit(group)
-        self._clear()
+            rank, details = group.global_ranks[group.rank()], {"step": self.step}
+            self.emit_phases(group, self.backward_end, now())
+            for span in self._spans:
+                spans.emit(replace(span, global_rank=rank, details=details))
+        self.reset()
 
-    def reset(self) -> None:
-        """Drop what a step that failed has noted."""
-        self._clear()
-
-    def _of(self, module: str) -> ModuleTimes:
+    def _times_of(self, module: str) -> ModuleTimes:
         return self._modules.setdefault(module, ModuleTimes())
 
-    def _spent(self, begin: int) -> int:
-        spent = now() - begin
-        self._exposed += spent
-        return spent
-
-    def _ended(self, name: str, begin: int) -> None:
-        """Note that what had begun was waited for, from `begin` until now."""
-        begun = self._begun.pop(name, None)
-        if begun is None or not spans.listeners:
+    def _add_span(self, name: str, begin: int) -> None:
+        """Add the span of what was started, and was waited for from `begin` until now."""
+        started = self._started.pop(name, None)
+        if started is None or not spans.listeners:
             return
         self._spans.append(
             spans.Span(
                 name=name,
                 track=spans.MODULES,
-                start_ns=begun.begin,
-                started_ns=begun.started,
+                start_ns=started.begin,
+                started_ns=started.end,
                 end_ns=now(),
-                group=begun.group_name,
+                group=started.group_name,
             )
         )
-        self._waited(name, begin)
+        self._add_wait(name, begin)
 
-    def _waited(self, name: str, begin: int) -> None:
+    def _add_wait(self, name: str, begin: int) -> None:
         if spans.listeners:
             wait = spans.Span(name=name, track=spans.WAITS, start_ns=begin, end_ns=now())
             self._spans.append(wait)
 
-    def _emit(self, group: ProcessGroup) -> None:
-        rank, details = group.global_ranks[group.rank()], {"step": self.times.step}
-        emit_phases(group, details, self._forward, self._backward, self._last, now())
-        for span in self._spans:
-            spans.emit(replace(span, global_rank=rank, details=details))
 
-
-def emit_phases(
-    group: ProcessGroup, details: dict[str, Any], forward: int, backward: int, last: int, end: int
-) -> None:
-    """Emit the spans of a step's phases; of one that begins at 0, none.
-
-    Args:
-        group: The ranks that reduce gradients.
-        details: The number of the step.
-        forward, backward: When forward began, and when the first gradient was ready.
-        last: When backward had nothing left to compute.
-        end: When all gradients were reduced.
-    """
-    phases = ("forward", forward, backward), ("backward", backward, last)
-    for name, start_ns, end_ns in (*phases, ("wait for gradients", last, end)):
-        if start_ns:
-            spans.emit(
-                spans.Span(
-                    name=name,
-                    global_rank=group.global_ranks[group.rank()],
-                    group=group.group_name,
-                    start_ns=start_ns,
-                    end_ns=end_ns,
-                    details=details,
-                )
-            )
-
-
-class _Begun(NamedTuple):
-    """What a rank has begun: from when until when it did, and in which group."""
+class _Started(NamedTuple):
+    """When a rank started a collective, and in which group."""
 
     begin: int
-    started: int
+    end: int
     group_name: str

@@ -16,7 +16,7 @@ from dure.checkpoint import Checkpointer, consolidate, load, save
 from dure.checkpoint.catalog import Catalog, Stored, catalog_of, publish
 from dure.checkpoint.format_utils import dcp_to_torch_save
 from dure.checkpoint.reading import Mapped, faults
-from dure.checkpoint.slice_files import Kind, Layout, Slice, write_slices
+from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind, write_slices
 from dure.checkpoint.slices import Box
 from dure.checkpoint.tree import tensor_node
 from dure.comm.checksum import crc32c
@@ -67,13 +67,13 @@ def test_file_that_becomes_shorter_while_it_is_checked_is_damaged(tmp_path):
 
 def _of_many_ranks(folder: Path, count: int) -> None:
     """Write a checkpoint of w = [0, 1, ...], one element per rank."""
-    kinds = {"w": Kind("F32", (count,))}
+    kinds = {"w": TensorKind("F32", (count,))}
     slices: dict[str, dict[Box, Stored]] = {"w": {}}
     layouts = {}
     folder.mkdir()
     for rank in range(count):
         part, name = Slice("w", Box((rank,), (1,))), f"part-000001-{rank:05d}.safetensors"
-        layouts[name] = Layout.of([part], kinds)
+        layouts[name] = FileLayout.of([part], kinds)
         (crc,) = write_slices(folder / name, layouts[name], {part: torch.tensor([float(rank)])})
         slices["w"][part.box] = Stored(name, crc)
     publish(folder, Catalog({"w": tensor_node("w")}, kinds, slices, layouts))
@@ -109,10 +109,10 @@ LARGE = 1 << 28  # bytes; a hole in the file, which takes neither disk nor memor
 
 def _with_a_large_tensor(folder: Path) -> None:
     """Write a checkpoint of a small tensor, [0, 1, 2, 3], and of a large one, of zeros."""
-    kinds = {"large": Kind("U8", (LARGE,)), "small": Kind("F32", (4,))}
+    kinds = {"large": TensorKind("U8", (LARGE,)), "small": TensorKind("F32", (4,))}
     parts = {"large": Slice("large", Box((0,), (LARGE,))), "small": Slice("small", Box((0,), (4,)))}
     name = "part-000001-00000.safetensors"
-    layout = Layout.of(parts.values(), kinds)
+    layout = FileLayout.of(parts.values(), kinds)
     with (folder / name).open("wb") as file:
         file.truncate(layout.num_bytes)
         file.write(layout.header)

@@ -92,7 +92,13 @@ class GradScaler(torch.amp.GradScaler):
         self._has_scaled = False
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply tensors by the scale (Any: a tensor, or an iterable of them).
+        """Multiply tensors by the scale.
+
+        Args:
+            outputs: A tensor, or an iterable of tensors.
+
+        Returns:
+            The products, in the same form.
 
         In a pipeline the ranks of the last stage have a loss to scale, and the others none.
         """

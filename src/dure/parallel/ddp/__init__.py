@@ -12,6 +12,6 @@ from __future__ import annotations
 
 from dure.parallel.ddp.buckets import GradBucket
 from dure.parallel.ddp.module import DistributedDataParallel
-from dure.parallel.ddp.step_times import StepTimes
+from dure.training.module_times import StepTimes
 
 __all__ = ["DistributedDataParallel", "GradBucket", "StepTimes"]

@@ -23,7 +23,7 @@ from dure.parallel.ddp.buffers import BufferSync
 from dure.parallel.ddp.comm_hooks import CommHook, HookRunner, check_hook, name_of
 from dure.parallel.ddp.join import JoinableReplica
 from dure.parallel.ddp.reducer import Reducer
-from dure.parallel.ddp.step_times import Clock, StepTimes
+from dure.parallel.ddp.step_times import BucketClock
 from dure.parallel.ddp.torch_names import Report, TorchNames
 from dure.parallel.ddp.validation import (
     BucketCaps,
@@ -42,6 +42,7 @@ from dure.training.agreement import broadcast_tensors, describe_tensor, verify_e
 from dure.training.autograd_hooks import on_outputs
 from dure.training.compiling import Cutting, cut_graphs
 from dure.training.grad_views import GradView, NamedParameter, own_part
+from dure.training.module_times import StepTimes
 from dure.training.precision import ComputeCopies, MixedPrecision
 from dure.training.pytrees import moved
 
@@ -103,6 +104,15 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         ModuleError: No parameter needs a gradient, the module is wrapped already, or the ranks'
             modules differ (with the first difference); from forward: parameters were replaced or
             unfrozen; from `backward`, on every rank: parameters without a gradient, by name.
+
+    Example:
+        ```python
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ddp(torch.full((2, 4), float(dist.get_rank()))).mean().backward()
+        assert ddp.module.weight.grad.unique().item() == 0.5  # the mean of ranks 0 and 1
+        optimizer.step()
+        ```
     """
 
     def __init__(
@@ -187,7 +197,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         wrapped = self._wrapped
         return () if wrapped is None else [v for v in views if wrapped.is_replaced(v)]
 
-    def step_ended(self, number: int, clock: Clock, error: Exception | None) -> None:
+    def step_ended(self, number: int, clock: BucketClock, error: Exception | None) -> None:
         """Take note of a synchronised step; called by the reducer."""
         self._report.sample(number, clock)
         if error is not None:

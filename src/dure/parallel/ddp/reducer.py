@@ -65,10 +65,11 @@ from dure.parallel.ddp.outcome import (
     UsedParameters,
     agreed_error,
 )
-from dure.parallel.ddp.step_times import Clock, StepTimes, trace_step
+from dure.parallel.ddp.step_times import BucketClock, trace_step
 from dure.trace import logs, spans
 from dure.training import autograd_hooks
 from dure.training.grad_views import DORMANT, GradView, NamedParameter
+from dure.training.module_times import StepTimes, now
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -94,7 +95,7 @@ class Replica(Protocol):
         """Return those of `views` whose parameters the module does not have any more."""
         ...
 
-    def step_ended(self, number: int, clock: Clock, error: Exception | None) -> None:
+    def step_ended(self, number: int, clock: BucketClock, error: Exception | None) -> None:
         """Take note of a synchronised step, which took what `clock` says."""
         ...
 
@@ -217,7 +218,7 @@ class Reducer:
         self.all_views, self.buckets = self.assignment.views, self.assignment.buckets
         self._used_parameters = self.assignment.used_parameters
         self.first_sizes = self.assignment.bucket_sizes()
-        self.times, self.clock = StepTimes(), Clock()
+        self.times, self.clock = StepTimes(), BucketClock()
         self.num_reduced = 0
         self.rebuilt = False
         self.ready_order: list[int] = []
@@ -308,7 +309,7 @@ class Reducer:
             self._usage.warn_once()
             self._armed, self._keeping = sync, not sync
             if sync:
-                self.clock.forward = Clock.now()
+                self.clock.begin_forward()
 
     def check_finished(self) -> None:
         """Raise `ModuleError` if a backward ended with an exception and was not made up for."""
@@ -352,7 +353,7 @@ class Reducer:
             self._look_ahead()
         self._owing = sum(bucket.pending for bucket in self.buckets)
         self.ready_order = []
-        self.clock.start_backward()
+        self.clock.begin_backward()
         if at_end:
             autograd_hooks.at_end(self._finish)
 
@@ -423,7 +424,7 @@ class Reducer:
         """Start the reduction of the next bucket."""
         bucket = self.buckets[self._next]
         self._next += 1
-        start = Clock.now()
+        start = now()
         for view in bucket.idle:
             if not view.used:
                 view.contribute_unused()
@@ -439,7 +440,7 @@ class Reducer:
     def _finish(self) -> None:
         """End a backward: start what is left, wait for all, and show the results."""
         with self._lock:
-            self.clock.backward_end = Clock.now()
+            self.clock.end_compute()
             idle = self._owing or any(bucket.idle for bucket in self.buckets)
             unused = [view for view in self.views() if not self._is_used(view)] if idle else []
             self._note_errors(unused)
@@ -505,7 +506,7 @@ class Reducer:
         """Reduce what is left, and show the results; return the error that is due."""
         errors, self._errors = self._errors, []
         try:
-            early_ns = self.clock.launch_ns
+            exposed = self.clock.exposed
             for view in unused:
                 if view.left > 0:
                     view.contribute_unused()
@@ -515,8 +516,7 @@ class Reducer:
             waiting = "DistributedDataParallel.wait_for_buckets"
             with step(waiting) if profiler._is_profiler_enabled else UNRECORDED:
                 self.reductions.wait(self.buckets, self._used_parameters)
-            self.clock.launch_ns = early_ns
-            self.clock.comm_end = Clock.now()
+            self.clock.reduced(exposed)
             self.times = self.clock.times()
             return self._settle(errors)
         except CommError as error:
@@ -593,7 +593,7 @@ class Reducer:
         Collective: while they are at the end of that backward. They get an error; this rank's
         program has had its own.
         """
-        self.clock.backward_end = Clock.now()
+        self.clock.end_compute()
         self._errors.append(ErrorRecord(ErrorKind.BROKEN))
         cleared = [view.parameter for view in self.views() if view.parameter.grad is None]
         error = self._conclude([view for view in self.views() if not view.used])

@@ -22,7 +22,7 @@ from dure import env
 from dure.errors import ModuleError
 from dure.parallel.ddp.buffers import BufferHook, BufferHookLocation
 from dure.parallel.ddp.hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from dure.parallel.ddp.step_times import Clock
+from dure.parallel.ddp.step_times import BucketClock
 from dure.parallel.ddp.validation import trained_parameters
 from dure.trace import logs
 from dure.training.agreement import broadcast_tensors, describe_tensor, verify_equal
@@ -85,7 +85,7 @@ class Report:
         """Keep an error in the data; it is the last one that counts."""
         self._error = str(error)
 
-    def sample(self, iteration: int, clock: Clock) -> None:
+    def sample(self, iteration: int, clock: BucketClock) -> None:
         """Take down the times of a finished step: the first ten, then one in `sample_rate`."""
         if iteration >= _ALWAYS_SAMPLED and iteration % self.sample_rate:
             return

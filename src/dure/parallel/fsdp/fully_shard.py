@@ -88,7 +88,21 @@ def fully_shard(
         All ranks of the mesh.
 
     Cost:
-        Parameters: 1/n of their memory. A step: see the strategies.
+        Parameters, gradients and optimizer state: 1/n of their memory on each of n ranks. Each
+        step sends the gradients once, and gathers the parameters up to twice; on one host it
+        gathers nothing, because its ranks share the parameters' memory.
+
+    Example:
+        ```python
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        for layer in model:
+            fsdp.fully_shard(layer)
+        fsdp.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        assert model[0].weight.to_local().shape == (4, 8)  # on 2 ranks
+        ```
     """
     given = cast("Sequence[nn.Module]", module if isinstance(module, list | tuple) else [module])
     modules = tuple(dict.fromkeys(given))

@@ -88,6 +88,8 @@ class ModuleHooks:
         """Unshard; cast inputs; watch for their gradients (Any: any inputs)."""
         state = self._state
         tree = state.tree or Tree(state)
+        if state.announce is not None and tree.entry is None and not autograd_hooks.in_backward():
+            state.announce(module)
         with state.record("FSDP::pre_forward"), tree.explaining_errors(state):
             watches = True
             if autograd_hooks.in_backward():

@@ -15,7 +15,7 @@ from dure.parallel.fsdp.reducing import CustomCollective
 from dure.parallel.fsdp.state import FSDPState, state_of, states_within
 from dure.parallel.fsdp.tree import Tree
 from dure.training.in_place import InPlace
-from dure.training.module_times import ShardedStepTimes
+from dure.training.module_times import StepTimes
 from dure.training.uninitialized import marking
 
 __all__ = ["FSDPModule", "UnshardHandle", "join_step", "share_comm_ctx"]
@@ -113,37 +113,73 @@ class FSDPModule(InPlace):
             state.tree.after_reshard()
 
     @property
-    def step_times(self) -> ShardedStepTimes:
-        """What the last backward, and the forwards before it, waited for; by module."""
+    def step_times(self) -> StepTimes:
+        """Return what the last backward, and the forwards before it, waited for; by module."""
         tree = self._state().tree
-        return ShardedStepTimes() if tree is None else tree.clock.times
+        return StepTimes() if tree is None else tree.clock.last_times
 
     # ---------------------------------------------------------------- when gradients are reduced
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce gradients from now on, or accumulate them unsharded (no_sync)."""
+        """Reduce gradients from now on, or accumulate them unsharded, as `no_sync` of DDP.
+
+        Args:
+            requires_gradient_sync: True: reduce at each backward. False: keep this rank's unsharded
+                gradients, to which later backwards add.
+            recurse: Also for the sharded modules within this one.
+
+        Cost:
+            While False, the memory of all unsharded gradients on each rank.
+
+        Example:
+            ```python
+            model = fsdp.fully_shard(torch.nn.Linear(8, 8))
+            for last in (False, True):
+                model.set_requires_gradient_sync(last)
+                model(torch.ones(2, 8)).sum().backward()
+            assert model.weight.grad is not None  # the sum of both, averaged over the ranks
+            ```
+        """
         for group in self._groups(recurse):
             group.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Reduce over the axis of replicas, too, or add up this replica's parts first."""
+        """Reduce over the axis of replicas too, or add up this replica's parts first.
+
+        Args:
+            requires_all_reduce: False: reduce within the sharding axis only, and add to what
+                earlier backwards left; a later backward with True reduces the sum over replicas.
+            recurse: Also for the sharded modules within this one.
+        """
         for group in self._groups(recurse):
             group.reduction.replicate = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted. Nothing is kept waiting for the backwards that come before the step."""
+        """Accepted, without effect: no state is kept between the backwards of one step.
+
+        Args:
+            is_last_backward: No effect.
+        """
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide sums of gradients by `factor`, and not by the number of ranks."""
+        """Divide sums of gradients by `factor` instead of the number of ranks.
+
+        Args:
+            factor: The divisor, for the parameters of this module alone.
+        """
         for group in self._groups(recurse=False):
             group.reduction.divisor = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Have collectives sum, and divide afterwards."""
+        """Have collectives sum, and divide afterwards.
+
+        Args:
+            enable: False: collectives average if their dtype allows it.
+        """
         for group in self._groups():
             group.reduction.force_sum = enable
 
@@ -207,7 +243,15 @@ class FSDPModule(InPlace):
     # ---------------------------------------------------------------- resharding
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Free the unsharded parameters between forward and backward, or keep them."""
+        """Free the unsharded parameters between forward and backward, or keep them.
+
+        Args:
+            reshard_after_forward: True frees them: less memory, one more gather per step.
+            recurse: Also for the sharded modules within this one.
+
+        Raises:
+            UsageError: `reshard_after_forward` is not a bool.
+        """
         if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(
                 "reshard_after_forward is a bool here", seen=f"{reshard_after_forward!r}"
@@ -218,39 +262,78 @@ class FSDPModule(InPlace):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Free the unsharded parameters after backward, or keep them for the next microbatch."""
+        """Free the unsharded parameters after backward, or keep them for the next microbatch.
+
+        Args:
+            reshard_after_backward: False keeps them, so that the next forward gathers nothing.
+            recurse: Also for the sharded modules within this one.
+        """
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Unshard in backward, or not, if backward does not read the parameters (embeddings)."""
+        """Unshard in backward, or not, if backward does not read the parameters (embeddings).
+
+        Args:
+            unshard_in_backward: False: backward of this module finds its parameters sharded.
+        """
         self._state().unshard_in_backward = unshard_in_backward
 
     # ---------------------------------------------------------------- what is gathered ahead
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these when this one's forward begins; else what came next in the first step."""
+        """Set which modules are gathered when this one's forward begins.
+
+        Args:
+            modules: Sharded modules; empty: the one that came next in the first step.
+
+        Raises:
+            UsageError: One is not sharded.
+        """
         self._state().forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these when this one's backward begins; else what came next in the first step."""
+        """Set which modules are gathered when this one's backward begins.
+
+        Args:
+            modules: Sharded modules; empty: the one that came next in the first step.
+
+        Raises:
+            UsageError: One is not sharded.
+        """
         self._state().backward_prefetch = _states_of(modules)
 
     # ---------------------------------------------------------------- what changes nothing here
 
     def set_post_optim_event(self, event: object) -> None:
-        """Accepted. Gathers of CPU parameters begin after the step, which has no streams."""
+        """Accepted, without effect: gathers of CPU parameters begin after the optimizer's step.
+
+        Args:
+            event: No effect.
+        """
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted. Gradients are in memory that the ranks of a host share anyway."""
+        """Accepted, without effect: gradients are always in memory that the ranks of a host share.
+
+        Args:
+            enable: No effect.
+        """
 
     def set_symm_mem_for_comm(self, backend: str | None = None) -> None:
-        """Accepted. Gradients are in the symmetric heap anyway."""
+        """Accepted, without effect: gradients are always in the symmetric heap.
+
+        Args:
+            backend: No effect.
+        """
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Accepted. A buffer goes as soon as the ranks have read it.
+        """Accepted, without effect: a buffer is freed as soon as the ranks have read it.
+
+        Args:
+            max_input_buffers: At least 1.
+            recurse: No effect.
 
         Raises:
             TypeError: `max_input_buffers` is not an int.
@@ -266,12 +349,22 @@ class FSDPModule(InPlace):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accepted. A parameter without a gradient counts as zeros where another rank has one."""
+        """Accepted, without effect: a missing gradient counts as zeros if another rank has one.
+
+        Args:
+            reduce_scatter_unused_params: No effect.
+            recurse: No effect.
+        """
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted. Reductions have a channel of their own, so gathers need not wait for them."""
+        """Accepted, without effect: reductions always have a channel of their own.
+
+        Args:
+            enable: No effect.
+            recurse: No effect.
+        """
 
     def reset_iter_state(self) -> None:
         """End a step that raised: drop what it has gathered and reduced. For the root."""

@@ -50,6 +50,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     """They stay in the host's memory, while the device computes. On a mesh of CPUs they do anyway.
 
     Attributes:
+        path: As for `OffloadPolicy`.
         pin_memory: Keep them in page-locked memory, which a GPU copies faster.
     """
 

@@ -61,9 +61,7 @@ TRAINING_TRANSITIONS: Mapping[TrainingState, frozenset[TrainingState]] = {
     TrainingState.IDLE: frozenset(
         {TrainingState.UNSHARD, TrainingState.FORWARD, TrainingState.BACKWARD}
     ),
-    TrainingState.UNSHARD: frozenset(
-        {TrainingState.IDLE, TrainingState.FORWARD, TrainingState.BACKWARD}
-    ),
+    TrainingState.UNSHARD: frozenset({TrainingState.IDLE, TrainingState.BACKWARD}),
     TrainingState.FORWARD: frozenset({TrainingState.IDLE, TrainingState.BACKWARD_IN_FORWARD}),
     TrainingState.BACKWARD: frozenset({TrainingState.IDLE}),
     TrainingState.BACKWARD_IN_FORWARD: frozenset({TrainingState.FORWARD}),

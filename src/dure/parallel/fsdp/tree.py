@@ -142,8 +142,6 @@ class Tree:
         if self.entry is None:
             if self._backward is not None:  # it raised, so autograd has not reported its end
                 self.reset()
-            if state.announce is not None:
-                state.announce(module)
             record = profiler._is_profiler_enabled and profiling.step("FSDP::root_pre_forward")
             with record or UNRECORDED:
                 order = self._forward_orders.setdefault(module, ExecutionOrder())
@@ -417,7 +415,7 @@ class Tree:
         self._join(backward.unshard_order.end())
         for state in backward.reduce_order.end():
             self._begin_reduce(state)
-        self.clock.last_wait()
+        self.clock.end_compute()
         while self._reducing:
             self._finish_reduce()
         deliver(backward.deliveries)

@@ -39,6 +39,14 @@ def full_parameters(model: nn.Module, *, writeback: bool = False) -> Iterator[No
 
     Cost:
         An all_gather per parameter; the memory of the full model on each rank.
+
+    Example:
+        ```python
+        model = fsdp.fully_shard(torch.nn.Linear(8, 8))
+        with fsdp.full_parameters(model, writeback=True), torch.no_grad():
+            model.weight.zero_()
+        assert model.weight.full_tensor().sum() == 0
+        ```
     """
     groups = [group for s in states_in(model, "full_parameters") for group in s.groups]
     for group in groups:
@@ -87,8 +95,8 @@ def stream_full(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over a model's parameters and persistent buffers: names and full tensors.
 
-    What a sampler or an exporter takes. Names are those of `state_dict()`. Plain tensors among
-    sharded ones are given as they are.
+    For samplers and exporters. Names are those of `state_dict()`. Plain tensors among sharded ones
+    are yielded as they are.
 
     Args:
         model: Any module.
@@ -101,7 +109,14 @@ def stream_full(
         All ranks of the mesh iterate over it to its end.
 
     Cost:
-        An all_gather a sharded tensor, in `dtype`; the memory of one at a time.
+        An all_gather per sharded tensor, in `dtype`; the memory of one at a time.
+
+    Example:
+        ```python
+        model = fsdp.fully_shard(torch.nn.Linear(8, 8))
+        sizes = {name: tensor.numel() for name, tensor in fsdp.stream_full(model)}
+        assert sizes == {"weight": 64, "bias": 8}
+        ```
     """
     with torch.no_grad():
         state = model.state_dict()

@@ -37,7 +37,7 @@ from dure.parallel.metrics.split import (
 )
 from dure.trace import line, spans
 from dure.training.autograd_hooks import at_end, on_outputs
-from dure.training.module_times import ModuleTimes
+from dure.training.module_times import ModuleTimes, StepTimes
 from dure.training.pytrees import tensors_of
 
 if TYPE_CHECKING:
@@ -50,29 +50,14 @@ _NS = 1e9
 _KEPT_MODULES = 100
 
 
-class _Times(Protocol):
-    """What a module that communicates during backward says of its last step."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def exposed_comm_s(self) -> float: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def exposed_forward_s(self) -> float: ...
-    @property
-    def modules(self) -> Mapping[str, ModuleTimes]: ...
-
-
 class _Timed(Protocol):
     """A module that communicates during backward, such as `DistributedDataParallel`."""
 
     @property
-    def step_times(self) -> _Times: ...
+    def step_times(self) -> StepTimes: ...
 
 
-class _Step:
+class _MeasuredStep:
     """A step as far as it has come; times in nanoseconds."""
 
     __slots__ = (
@@ -146,10 +131,10 @@ class StepMeter:
         self._count = count or _num_samples
         self._timed = cast("_Timed", module) if hasattr(module, "step_times") else None
         self._last_reduced = self._timed.step_times.step if self._timed else 0
-        self._finished: deque[_Step] = deque(maxlen=keep)
+        self._finished: deque[_MeasuredStep] = deque(maxlen=keep)
         self._num_finished = 0
         self._modules: deque[Mapping[str, ModuleTimes]] = deque(maxlen=_KEPT_MODULES)
-        self._step = _Step()
+        self._step = _MeasuredStep()
         self._asked = self._forward = self._backward = self._update = self._inner = 0
         self._has_optimizer, self._updated = optimizer is not None, False
         self._rank = get_rank() if is_initialized() else 0
@@ -239,7 +224,7 @@ class StepMeter:
                 self._finished.append(step)
                 self._num_finished += 1
                 line.progress(self._num_finished)
-                self._step, self._updated = _Step(), False
+                self._step, self._updated = _MeasuredStep(), False
         return now
 
     # ---------------------------------------------------------------- hooks

@@ -7,10 +7,10 @@ are sent in one all_gather, out of the owner's parameter into those of the other
 pack or unpack. Parameters below `SMALL_BYTES`, of which a model has many, are packed: one
 all_gather carries those of all ranks.
 
-*Flat* (`_Flat`, torch's ``parameters_as_bucket_view``): the parameters of a dtype and device lie
-side by side in one flat tensor, those of rank 0 first, and `p.data` is a view of it. One all_gather
-per flat tensor, in place, for any number of parameters. Parameters that overlap in memory cannot
-be side by side, and are refused.
+*Flat* (`_FlatParameters`, torch's ``parameters_as_bucket_view``): the parameters of a dtype and
+device are stored in one flat tensor, those of rank 0 first, and `p.data` is a view of it. One
+all_gather per flat tensor, in place, for any number of parameters. Parameters that overlap in
+memory cannot be side by side, and are refused.
 
 Cost: (m + 1) all_gathers with m large parameters on the fullest rank, or one a flat tensor; each
 rank sends what it owns, S/n bytes of S, and receives the rest.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
     from dure.comm.work import Work
     from dure.errors import CommError
-    from dure.parallel.optim.partition import Partition
+    from dure.parallel.optim.partition import ParameterPartition
 
 __all__ = ["ParameterAllGather", "explain"]
 
@@ -65,12 +65,14 @@ class ParameterAllGather:
     Collective: `run`, `start` and `wait`, on all ranks of the group in the same order.
     """
 
-    def __init__(self, group: ProcessGroup, partition: Partition, shared: bool, flat: bool) -> None:
+    def __init__(
+        self, group: ProcessGroup, partition: ParameterPartition, shared: bool, flat: bool
+    ) -> None:
         self._group, self._partition = group, partition
         self._shared, self._in_flat = shared, flat
         self._alone = group.size() == 1
         self._gathered: frozenset[int] = frozenset()
-        self._way: _Direct | _Flat | None = None
+        self._way: _Direct | _FlatParameters | None = None
         self._under_way: list[_Direct] = []
         self.plan()
 
@@ -81,7 +83,7 @@ class ParameterAllGather:
             return
         parameters = self._partition.parameters
         owned = self._partition.by_owner({parameters[i] for i in self._gathered})
-        self._way = (_Flat if self._in_flat else _Direct)(self._group, owned)
+        self._way = (_FlatParameters if self._in_flat else _Direct)(self._group, owned)
 
     def _trained(self) -> list[int]:
         """Return the numbers of the parameters that may change."""
@@ -239,7 +241,7 @@ def _flat_bytes(parameter: torch.Tensor) -> torch.Tensor:
     return as_bytes(torch.as_strided(memory, (memory.numel(),), (1,)))
 
 
-class _Flat:
+class _FlatParameters:
     """Keeps parameters in flat tensors; see the module's text.
 
     Args:

@@ -25,10 +25,10 @@ import torch
 
 from dure.training.shared_parameters import clusters_of
 
-__all__ = ["Partition"]
+__all__ = ["ParameterPartition"]
 
 
-class Partition:
+class ParameterPartition:
     """The owners of an optimizer's parameters, as one of the ranks sees them.
 
     Args:

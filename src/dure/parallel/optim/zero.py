@@ -28,7 +28,7 @@ import torch
 from dure.comm.functional import HasGroup, group_of
 from dure.errors import CommError, NotInGroupError, OptimizerError
 from dure.parallel.optim.parameter_all_gather import ParameterAllGather, explain
-from dure.parallel.optim.partition import Partition
+from dure.parallel.optim.partition import ParameterPartition
 from dure.parallel.optim.states import State, by_number, gather_state, merged, own_part
 from dure.training.agreement import describe_tensor, verify_equal
 from dure.training.join import Join, Joinable, JoinHook
@@ -71,8 +71,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     Collective: construction, `step`, `add_param_group` and `consolidate_state_dict`, on all ranks
     of the group in the same order.
     Cost: a step's work and the state's memory are 1/n of the unsharded optimizer's; S/n bytes of S
-    are sent (see parameter_all_gather.py). With `host_shared_parameters`: two barriers, nothing
-        sent.
+    are sent, in an all_gather of the updated parameters. With `host_shared_parameters`: two
+        barriers, nothing sent.
     Numerics: bitwise those of the unsharded optimizer.
     Threads: one thread a rank.
 
@@ -80,8 +80,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         OptimizerError: Parameters that cannot be optimized, or cannot be shared.
         ModuleError: The ranks' parameters differ; the first difference is named.
         UsageError: `host_shared_parameters` on a backend without shared memory.
-        PeerLost: From `step`, a rank died. Parameters may be half updated then, on any rank: go
-            on from a checkpoint.
+        PeerLost: From `step`, a rank died. Parameters may be half updated then, on any rank:
+            continue from a checkpoint.
+
+    Example:
+        ```python
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = dist.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)
+        ddp(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+        assert len(optimizer.state) == 1  # this rank's half of the two parameters
+        ```
     """
 
     def __init__(
@@ -115,7 +124,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Joinable.__init__(self)
         hosts = self.process_group.hosts if host_shared_parameters else [range(self.world_size)]
         among = next(ranks for ranks in hosts if self.rank in ranks)
-        self._partition = Partition(among, self.rank)
+        self._partition = ParameterPartition(among, self.rank)
         self._consolidated: list[State] | None = None
         self._check_agreement(self.param_groups)
         for group in self.param_groups:
@@ -154,9 +163,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         verify_equal(self.process_group, lines, "parameters to optimize")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters (Any: options), e.g. those of layers that are unfrozen.
+        """Add parameters, e.g. those of layers that are unfrozen.
 
         Parameters that were added before keep their owners.
+
+        Args:
+            param_group: ``{"params": [...]}``, with options in place of the optimizer's defaults.
 
         Collective: all ranks of the group, with the same parameters.
         """

@@ -33,9 +33,9 @@ from dure.parallel.pipeline.failures import (
     report_of,
     verify_finite,
 )
-from dure.parallel.pipeline.layout import Packed, pack, unpack
-from dure.parallel.pipeline.messages import Messages
-from dure.parallel.pipeline.slots import Slots, has_slots
+from dure.parallel.pipeline.layout import PackedPytree, pack, unpack
+from dure.parallel.pipeline.messages import StageTransfers
+from dure.parallel.pipeline.slots import SlotTransfers, has_slots
 from dure.parallel.pipeline.stage import PipelineStage
 from dure.schedules import Action, Kind
 from dure.trace import logs, spans
@@ -122,14 +122,16 @@ class Executor:
         self._loss_fn, self._nan_watch = loss_fn, options.nan_watch
         self._losses_everywhere = options.losses_everywhere
         self._microbatches = microbatches
-        transport = Slots if has_slots(group.backend_name, stages[0].device) else Messages
+        transport = (
+            SlotTransfers if has_slots(group.backend_name, stages[0].device) else StageTransfers
+        )
         self._messages = transport(group, placement, microbatches, stages[0].device)
         logs.decided(
             _log,
             self._rank,
             "pipeline of %d stages on %d ranks, %d microbatches: activations go through %s",
             *(len(placement), group.size(), microbatches),
-            "shared memory" if transport is Slots else f"messages of {group.backend_name}",
+            "shared memory" if transport is SlotTransfers else f"messages of {group.backend_name}",
         )
         self._live_losses: dict[int, torch.Tensor] = {}
         self._batch: Batch | None = None
@@ -242,7 +244,7 @@ class Executor:
             )
         )
 
-    def _take(self, transfer: Action) -> Packed:
+    def _take(self, transfer: Action) -> PackedPytree:
         start_ns = time.monotonic_ns()
         packed = self._messages.take(transfer)
         self._waited_ns += time.monotonic_ns() - start_ns

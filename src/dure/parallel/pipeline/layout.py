@@ -15,7 +15,7 @@ from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Partial, Replicate
 from dure.training.pytrees import tensors_of
 
-__all__ = ["GetMesh", "Layout", "Packed", "Spread", "TensorLayout", "pack", "unpack"]
+__all__ = ["GetMesh", "PackedPytree", "PytreeLayout", "Spread", "TensorLayout", "pack", "unpack"]
 
 GetMesh = Callable[..., Any]
 
@@ -52,7 +52,7 @@ class _Other:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PytreeLayout:
     """A pytree without the values of its tensors.
 
     Attributes:
@@ -73,22 +73,22 @@ class Layout:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorLayout)]
 
 
-def _layout_of(numbered: Any, leaves: tuple[TensorLayout | _Other, ...]) -> Layout:
-    return Layout(tree_flatten(numbered)[1], leaves)
+def _layout_of(numbered: Any, leaves: tuple[TensorLayout | _Other, ...]) -> PytreeLayout:
+    return PytreeLayout(tree_flatten(numbered)[1], leaves)
 
 
-class Packed(NamedTuple):
+class PackedPytree(NamedTuple):
     """A pytree taken apart: its tensors, of DTensors this rank's parts, and the rest."""
 
-    layout: Layout
+    layout: PytreeLayout
     tensors: list[torch.Tensor]
 
-    def detached(self) -> Packed:
+    def detached(self) -> PackedPytree:
         """Return it with tensors that have no graph; `layout` still says which had one."""
-        return Packed(self.layout, [tensor.detach() for tensor in self.tensors])
+        return PackedPytree(self.layout, [tensor.detach() for tensor in self.tensors])
 
 
-def pack(value: Any) -> Packed:
+def pack(value: Any) -> PackedPytree:
     """Take a pytree apart (Any: of whatever structure).
 
     Of a DTensor this rank's part is taken, differentiably: the gradient that comes back is that of
@@ -112,7 +112,7 @@ def pack(value: Any) -> Packed:
             part = reduced.to_local(grad_placements=placements)
         described.append(TensorLayout(tuple(part.shape), part.dtype, part.requires_grad, spread))
         tensors.append(part)
-    return Packed(Layout(tree, tuple(described)), tensors)
+    return PackedPytree(PytreeLayout(tree, tuple(described)), tensors)
 
 
 def _pickled(leaf: object) -> bytes:
@@ -132,7 +132,7 @@ def _pickled(leaf: object) -> bytes:
     return pickle.dumps(leaf)
 
 
-def unpack(packed: Packed, get_mesh: GetMesh | None = None) -> Any:
+def unpack(packed: PackedPytree, get_mesh: GetMesh | None = None) -> Any:
     """Return the pytree (Any: of whatever structure).
 
     Args:

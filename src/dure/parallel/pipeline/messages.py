@@ -30,13 +30,13 @@ import torch
 
 from dure.comm.work import Work
 from dure.parallel.pipeline.failures import FailureReport, Poisoned
-from dure.parallel.pipeline.layout import Layout, Packed, TensorLayout
+from dure.parallel.pipeline.layout import PackedPytree, PytreeLayout, TensorLayout
 from dure.schedules import Action, Kind
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["FIRST_TAG", "Incoming", "Messages"]
+__all__ = ["FIRST_TAG", "Incoming", "StageTransfers"]
 
 FIRST_TAG = 1 << 16
 """Above the tags that programs use; some MPIs have tags of 20 bits."""
@@ -54,7 +54,7 @@ class _Wire:
         before: Those of the last step.
     """
 
-    layouts: list[Layout] = field(default_factory=list[Layout])
+    layouts: list[PytreeLayout] = field(default_factory=list[PytreeLayout])
     numbers: dict[tuple[object, ...], list[int]] = field(
         default_factory=dict[tuple[object, ...], list[int]]
     )
@@ -62,14 +62,14 @@ class _Wire:
     carried: dict[int, int] = field(default_factory=dict[int, int])
     before: dict[int, int] | None = None
 
-    def number(self, layout: Layout) -> int | None:
+    def number(self, layout: PytreeLayout) -> int | None:
         """Return the number of a layout that was sent before."""
         for number in self.numbers.get(layout.leaves, ()):
             if self.layouts[number].tree == layout.tree:
                 return number
         return None
 
-    def learn(self, layout: Layout) -> int:
+    def learn(self, layout: PytreeLayout) -> int:
         """Give a new layout a number."""
         number = len(self.layouts)
         self.layouts.append(layout)
@@ -109,7 +109,7 @@ class Incoming:
     late: list[tuple[torch.Tensor, Work]] = field(default_factory=list[tuple[torch.Tensor, Work]])
 
 
-class Messages:
+class StageTransfers:
     """The transfers of one rank with ranks of its group.
 
     Threads: one.
@@ -161,7 +161,7 @@ class Messages:
 
     # ---------------------------------------------------------------- sending
 
-    def send(self, transfer: Action, packed: Packed) -> None:
+    def send(self, transfer: Action, packed: PackedPytree) -> None:
         """Hand over a pytree, whose tensors are not written to any more."""
         layout, wire = packed.layout, self._wire(transfer)
         number = wire.number(layout)
@@ -172,7 +172,7 @@ class Messages:
         wire.carried[_microbatch(transfer)] = number
         self._deliver(transfer, number, description, packed)
 
-    def _deliver(self, transfer: Action, number: int, data: bytes, packed: Packed) -> None:
+    def _deliver(self, transfer: Action, number: int, data: bytes, packed: PackedPytree) -> None:
         tag, to, wire = self._tag(transfer), self._receiver(transfer), self._wire(transfer)
         self._send(torch.tensor([number, len(data)], device=self.header_device), to, tag)
         if wire.expected.get(_microbatch(transfer)) != number:
@@ -222,7 +222,7 @@ class Messages:
         works = [self._group.irecv(tensor, source, tag) for tensor in (header, *room)]
         self._posted[transfer] = Incoming(header, works, room)
 
-    def take(self, transfer: Action) -> Packed:
+    def take(self, transfer: Action) -> PackedPytree:
         """Wait for a transfer whose receives were posted; return what came.
 
         Raises:
@@ -244,9 +244,9 @@ class Messages:
                 work.wait()
             tensors = [tensor for tensor, _ in incoming.late]
         del self._posted[transfer]
-        return Packed(layout, tensors)
+        return PackedPytree(layout, tensors)
 
-    def _layout_told(self, transfer: Action, number: int, nbytes: int) -> Layout:
+    def _layout_told(self, transfer: Action, number: int, nbytes: int) -> PytreeLayout:
         """Return the layout that a header names; learn it, if its description follows."""
         wire = self._wire(transfer)
         described = self._described(transfer, nbytes) if nbytes else None

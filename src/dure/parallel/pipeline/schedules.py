@@ -408,7 +408,7 @@ class PipelineScheduleSingle(PipelineSchedule):
 
 
 class PipelineScheduleMulti(PipelineSchedule):
-    """A schedule of any number of stages a rank.
+    """A schedule of any number of stages per rank.
 
     Args:
         stages: This rank's.
@@ -417,7 +417,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             backward.
         args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
         output_merge_spec: How outputs are put together; None: along dimension 0.
-        use_full_backward: No effect.
+        use_full_backward: No effect; torch's argument.
         scale_grads: Divide losses by the number of microbatches before backward: for a loss that is
             a mean. Gradients of earlier steps that were not zeroed are left as they are.
         backward_requires_autograd: Refuse `step` where gradients are switched off.
@@ -487,49 +487,186 @@ class _Named(PipelineScheduleRuntime):
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
-    """All forwards, then all backwards."""
+    """All forwards, then all backwards.
+
+    Args:
+        stage: This rank's.
+        n_microbatches: How many a batch is cut into.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` of a microbatch; without one there is no
+            backward.
+        args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
+        output_merge_spec: How outputs are put together; None: along dimension 0.
+        scale_grads: Divide losses by the number of microbatches before backward, for a loss that is
+            a mean.
+        options: Options that torch does not have.
+
+    Raises:
+        UsageError: The stage does not fit the schedule; the message says what would.
+
+    Cost:
+        Each rank is idle for (P - 1) / (M + P - 1) of a step, with P equal stages and M
+        microbatches, and holds the activations of M microbatches.
+    """
 
     name = "gpipe"
 
 
 class Schedule1F1B(PipelineScheduleSingle):
-    """One forward and one backward by turns, as soon as the pipeline is full."""
+    """One forward and one backward alternately, as soon as the pipeline is full.
+
+    Args:
+        stage: This rank's.
+        n_microbatches: How many a batch is cut into.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` of a microbatch; without one there is no
+            backward.
+        args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
+        output_merge_spec: How outputs are put together; None: along dimension 0.
+        scale_grads: Divide losses by the number of microbatches before backward, for a loss that is
+            a mean.
+        options: Options that torch does not have.
+
+    Raises:
+        UsageError: The stage does not fit the schedule; the message says what would.
+
+    Cost:
+        Each rank is idle for (P - 1) / (M + P - 1) of a step, with P equal stages and M
+        microbatches, and holds the activations of at most P microbatches.
+    """
 
     name = "1f1b"
 
 
 class ScheduleForwardOnly(PipelineScheduleSingle):
-    """Forwards, and no backward."""
+    """Forwards without a backward.
+
+    Args:
+        stage: This rank's.
+        n_microbatches: How many a batch is cut into.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` of a microbatch; without one there is no
+            backward.
+        args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
+        output_merge_spec: How outputs are put together; None: along dimension 0.
+        scale_grads: Divide losses by the number of microbatches before backward, for a loss that is
+            a mean.
+        options: Options that torch does not have.
+
+    Raises:
+        UsageError: The stage does not fit the schedule; the message says what would.
+    """
 
     name = "forward-only"
 
 
 class ScheduleInterleaved1F1B(_Named):
-    """1F1B with several stages a rank, round and round: a shorter bubble, more transfers."""
+    """1F1B with several stages per rank: less idle time, more transfers.
+
+    Args:
+        stages: This rank's.
+        n_microbatches: How many a batch is cut into.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` of a microbatch; without one there is no
+            backward.
+        args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
+        output_merge_spec: How outputs are put together; None: along dimension 0.
+        scale_grads: Divide losses by the number of microbatches before backward, for a loss that is
+            a mean.
+        backward_requires_autograd: Refuse `step` if gradients are switched off.
+        defer_pp_recv: Post receives as late as possible, not as early.
+        options: Options that torch does not have.
+
+    Raises:
+        UsageError: The stages do not fit the schedule; the message says what would.
+    """
 
     name = "interleaved-1f1b"
 
 
 class ScheduleInterleavedZeroBubble(_Named):
-    """Interleaved, with gradients of weights in the gaps."""
+    """Interleaved 1F1B that computes gradients of weights in idle time.
+
+    Args:
+        stages: This rank's.
+        n_microbatches: How many a batch is cut into.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` of a microbatch; without one there is no
+            backward.
+        args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
+        output_merge_spec: How outputs are put together; None: along dimension 0.
+        scale_grads: Divide losses by the number of microbatches before backward, for a loss that is
+            a mean.
+        backward_requires_autograd: Refuse `step` if gradients are switched off.
+        defer_pp_recv: Post receives as late as possible, not as early.
+        options: Options that torch does not have.
+
+    Raises:
+        UsageError: The stages do not fit the schedule; the message says what would.
+    """
 
     name = "interleaved-zero-bubble"
 
 
 class ScheduleZBVZeroBubble(_Named):
-    """Two stages a rank, there and back, with gradients of weights in the gaps."""
+    """Two stages per rank, in V order; gradients of weights are computed in idle time.
+
+    Args:
+        stages: This rank's.
+        n_microbatches: How many a batch is cut into.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` of a microbatch; without one there is no
+            backward.
+        args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
+        output_merge_spec: How outputs are put together; None: along dimension 0.
+        scale_grads: Divide losses by the number of microbatches before backward, for a loss that is
+            a mean.
+        backward_requires_autograd: Refuse `step` if gradients are switched off.
+        defer_pp_recv: Post receives as late as possible, not as early.
+        options: Options that torch does not have.
+
+    Raises:
+        UsageError: The stages do not fit the schedule; the message says what would.
+    """
 
     name = "zb-v"
 
 
 class ScheduleDualPipeV(_Named):
-    """Two stages a rank, there and back, with forwards and backwards side by side."""
+    """Two stages per rank, in V order, with forwards and backwards side by side.
+
+    Args:
+        stages: This rank's.
+        n_microbatches: How many a batch is cut into.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` of a microbatch; without one there is no
+            backward.
+        args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
+        output_merge_spec: How outputs are put together; None: along dimension 0.
+        scale_grads: Divide losses by the number of microbatches before backward, for a loss that is
+            a mean.
+        backward_requires_autograd: Refuse `step` if gradients are switched off.
+        defer_pp_recv: Post receives as late as possible, not as early.
+        options: Options that torch does not have.
+
+    Raises:
+        UsageError: The stages do not fit the schedule; the message says what would.
+    """
 
     name = "dualpipe-v"
 
 
 class ScheduleLoopedBFS(_Named):
-    """Several stages a rank, all microbatches through each of them in turn."""
+    """Several stages per rank; all microbatches pass through one stage before the next.
+
+    Args:
+        stages: This rank's.
+        n_microbatches: How many a batch is cut into.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` of a microbatch; without one there is no
+            backward.
+        output_merge_spec: How outputs are put together; None: along dimension 0.
+        scale_grads: Divide losses by the number of microbatches before backward, for a loss that is
+            a mean.
+        backward_requires_autograd: Refuse `step` if gradients are switched off.
+        defer_pp_recv: Post receives as late as possible, not as early.
+        options: Options that torch does not have.
+
+    Raises:
+        UsageError: The stages do not fit the schedule; the message says what would.
+    """
 
     name = "looped-bfs"
 

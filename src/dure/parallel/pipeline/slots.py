@@ -23,11 +23,11 @@ import torch
 
 from dure.comm import memory as heap
 from dure.errors import PeerLost
-from dure.parallel.pipeline.layout import Layout, Packed
-from dure.parallel.pipeline.messages import Incoming, Messages
+from dure.parallel.pipeline.layout import PackedPytree, PytreeLayout
+from dure.parallel.pipeline.messages import Incoming, StageTransfers
 from dure.schedules import Action
 
-__all__ = ["Slots", "has_slots"]
+__all__ = ["SlotTransfers", "has_slots"]
 
 _LINE = 64
 _FREE, _USED = 0, 1
@@ -79,7 +79,7 @@ def _release(slot: _PeerSlot) -> None:
     heap.change_word(slot.memory, 0, _USED, _FREE, slot.process, 0.0)
 
 
-def _offsets(layout: Layout) -> list[int]:
+def _offsets(layout: PytreeLayout) -> list[int]:
     """Return where each tensor begins, and where the last one ends."""
     offsets, at = [_LINE], _LINE
     for tensor in layout.tensors:
@@ -89,15 +89,15 @@ def _offsets(layout: Layout) -> list[int]:
     return offsets
 
 
-class Slots(Messages):
-    """The transfers of one rank with ranks of its host; see `Messages`."""
+class SlotTransfers(StageTransfers):
+    """The transfers of one rank with ranks of its host; see `StageTransfers`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._slots: list[_Slot] = []
         self._peer_slots: dict[tuple[int, ...], _PeerSlot] = {}
 
-    def _deliver(self, transfer: Action, number: int, data: bytes, packed: Packed) -> None:
+    def _deliver(self, transfer: Action, number: int, data: bytes, packed: PackedPytree) -> None:
         slot = self._filled(packed)
         self._tell(transfer, [number, len(data), *slot.place])
         self._send_bytes(data, self._receiver(transfer), self._tag(transfer) + 1)
@@ -110,7 +110,7 @@ class Slots(Messages):
         message = torch.tensor(numbers, device="cpu")
         self._group.send(message, self._receiver(transfer), self._tag(transfer))
 
-    def _filled(self, packed: Packed) -> _Slot:
+    def _filled(self, packed: PackedPytree) -> _Slot:
         """Copy tensors into a free slot."""
         *offsets, nbytes = _offsets(packed.layout)
         slot = next((slot for slot in self._slots if slot.holds(nbytes)), None)
@@ -127,8 +127,8 @@ class Slots(Messages):
         """Note that a transfer will be taken."""
         self._posted[transfer] = Incoming(torch.full((7,), _NOT_COME, device="cpu"))
 
-    def take(self, transfer: Action) -> Packed:
-        """See `Messages.take`."""
+    def take(self, transfer: Action) -> PackedPytree:
+        """See `StageTransfers.take`."""
         header = self._posted[transfer].header
         if header[0] == _NOT_COME:
             self._group.recv(header, self._placement[transfer.stage], self._tag(transfer))
@@ -140,7 +140,7 @@ class Slots(Messages):
             slot = self._peer_slots[tuple(place)] = _PeerSlot(place)
         storage = slot.open()
         *offsets, _ = _offsets(layout)
-        return Packed(
+        return PackedPytree(
             layout,
             [
                 _placed(storage, offset, tensor.shape, tensor.dtype)

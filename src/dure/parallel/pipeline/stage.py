@@ -13,7 +13,7 @@ from dure.comm.world import resolve
 from dure.errors import UsageError
 from dure.parallel.pipeline.backward import Edges, backward, edges_of, input_backward
 from dure.parallel.pipeline.data_parallel import DataParallelStage
-from dure.parallel.pipeline.layout import GetMesh, Packed, pack, unpack
+from dure.parallel.pipeline.layout import GetMesh, PackedPytree, pack, unpack
 from dure.tensor.clipping import note_stage
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class PipelineStage:
         self.data_parallel = DataParallelStage(submodule)
         self.loss_scale = 1.0
         self._results: dict[int, Any] = {}
-        self._inputs: dict[int, Packed] = {}
-        self._outbox: dict[int, Packed] = {}
+        self._inputs: dict[int, PackedPytree] = {}
+        self._outbox: dict[int, PackedPytree] = {}
         self._edges: dict[int, Edges] = {}
         self._output_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
         self._input_gradients: dict[int, tuple[torch.Tensor | None, ...]] = {}
@@ -139,7 +139,7 @@ class PipelineStage:
 
     # ---------------------------------------------------------------- forward
 
-    def receive_forward(self, microbatch: int, packed: Packed) -> None:
+    def receive_forward(self, microbatch: int, packed: PackedPytree) -> None:
         """Take what the previous stage has returned: leaves from here on."""
         for tensor, leaf in zip(packed.tensors, packed.layout.tensors, strict=True):
             tensor.requires_grad_(leaf.requires_grad and self.has_backward)
@@ -175,7 +175,7 @@ class PipelineStage:
             self._inputs.pop(fwd_chunk_id, None)
         return output
 
-    def take_outputs(self, microbatch: int) -> Packed:
+    def take_outputs(self, microbatch: int) -> PackedPytree:
         """Return what is to go to the next stage."""
         return self._outbox.pop(microbatch)
 

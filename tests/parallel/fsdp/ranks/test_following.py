@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dure
-from dure.errors import Desync, UsageError
+from dure.errors import Desync, PeerLost, UsageError
 from dure.fsdp import follow, strategy
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import Block, making, shard
@@ -115,6 +115,25 @@ def test_ranks_that_differ_are_named_with_their_modules(rank: int, way: str) -> 
     assert calls == {0: "forward of blocks.2", 1: "forward of (root)"}
 
 
+def raise_within(model: Any, rank: int) -> None:
+    with follow(model):
+        if rank == 0:
+            raise ArithmeticError
+        model(torch.tensor(1))
+
+
+@on_ranks(2)
+def test_a_rank_that_raises_ends_the_block_of_the_others(rank: int, way: str) -> None:
+    model = sharded(way)
+    warm(model)
+    kind = PeerLost if rank else ArithmeticError
+    with pytest.raises(kind) as error, torch.no_grad():
+        raise_within(model, rank)
+    if isinstance(error.value, PeerLost):
+        assert error.value.peer == 0
+    warm(model)
+
+
 def follow_unprepared(model: Any, rank: int) -> None:
     with follow(model):
         list(words(model, 1, rank))
@@ -123,7 +142,9 @@ def follow_unprepared(model: Any, rank: int) -> None:
 @on_ranks(2)
 def test_misuse_is_refused(rank: int, way: str) -> None:
     error = caught(UsageError, follow_unprepared, sharded("gathered"), rank)
-    assert "rank 0: no forward, and none before; rank 1: forward of (root)" in error.seen
+    unable = "rank 0: has run out of inputs, and cannot follow"
+    assert error.seen == f"{unable}; rank 1: forward of (root)"
+    assert "one forward first" in error.fix
     model = sharded(way)
     warm(model)
     with pytest.raises(UsageError, match="without gradients"), follow(model):

@@ -111,6 +111,19 @@ def test_parameters_are_unsharded_by_hand(rank: int, way: str, async_op: bool) -
     by_step(model, 0, 2, rank)
 
 
+def test_a_module_may_be_unsharded_between_forward_and_backward(way: str) -> None:
+    def step(model: Any, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+        loss = loss_of(model, mine(batch(number), size, rank))
+        if isinstance(model, FSDPModule):
+            model.blocks[1].unshard()  # pyright: ignore
+        loss.backward()
+        if isinstance(model, FSDPModule):
+            model.blocks[1].reshard()  # pyright: ignore
+        return loss.detach()
+
+    compare(way, 2, step=step)
+
+
 def scaled(factors: dict[str, float]) -> dict[str, torch.Tensor | None]:
     """Return the gradients of one rank, those below a prefix times its factor."""
     expected = expected_gradients()

@@ -10,7 +10,7 @@ from torch import nn
 
 from dure import trace
 from dure.parallel.pipeline import executor
-from dure.parallel.pipeline.messages import Messages
+from dure.parallel.pipeline.messages import StageTransfers
 from dure.schedules import Action, Kind
 from dure.testing import run_ranks
 from dure.trace import spans
@@ -37,14 +37,14 @@ CLOCK = _Clock()
 
 def test_an_action_lasts_as_long_as_it_computes_and_does_not_wait(monkeypatch: Any):
     """Also one of two parts, of which the second waits when the first has been computed."""
-    take = Messages.take
+    take = StageTransfers.take
 
     def slow_take(*args: Any) -> Any:
         CLOCK.now += 100
         return take(*args)
 
     monkeypatch.setattr(executor, "time", CLOCK)
-    monkeypatch.setattr(Messages, "take", slow_take)
+    monkeypatch.setattr(StageTransfers, "take", slow_take)
     kept: list[trace.Span] = []
     monkeypatch.setattr(spans, "listeners", [kept.append])
 

@@ -196,7 +196,7 @@ class _Stack:
     q: torch.Tensor
 
 
-class _Step:
+class _Compression:
     """One bucket's step: the inputs of its two collectives, and the use of their results."""
 
     def __init__(self, state: PowerSGDState, group: ProcessGroup, buffer: torch.Tensor) -> None:
@@ -299,7 +299,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     state.maybe_increase_iter(bucket)
     if early or buffer.is_sparse or not buffer.is_floating_point():
         return average(group, buffer)
-    step = _Step(state, group, buffer)
+    step = _Compression(state, group, buffer)
     chosen: list[tuple[str, torch.Tensor]] = []
     for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
         after = _worth_compressing(
@@ -346,7 +346,7 @@ def batched_powerSGD_hook(
     rank = min(side, state.matrix_approximation_rank)
     state.total_numel_before_compression += buffer.numel()
     state.total_numel_after_compression += 2 * side * rank
-    step = _Step(state, group, square)
+    step = _Compression(state, group, square)
     names = bucket.names()
     step.add([f"{names[0]} to {names[-1]}, {buffer.numel()}"], [square], rank)
     return step.run().then(lambda done: buffer.copy_(done.value().view(-1)[: buffer.numel()]))
