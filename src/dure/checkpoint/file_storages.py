@@ -19,7 +19,7 @@ import torch
 from dure.checkpoint.catalog import Catalog, catalog_of
 from dure.checkpoint.metadata import Metadata, metadata_of
 from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, bytes_of_value
-from dure.checkpoint.restoring import read_slices, reads_of, was_written
+from dure.checkpoint.restoring import Read, read_slices, reads_of, was_written
 from dure.checkpoint.slices import Box, Piece
 from dure.checkpoint.storage import CheckpointId, StorageReader, done
 from dure.checkpoint.weight_folder import MAX_FILE_BYTES
@@ -216,11 +216,9 @@ class FolderReader(StorageReader):
 
     def fill(self, wanted: list[tuple[Box, str, torch.Tensor]]) -> None:
         """Read elements."""
-        reads = [
-            read
-            for box, name, to in wanted
-            for read in reads_of(self.catalog, name, Piece(box, to))
-        ]
+        reads: list[Read] = []
+        for box, name, to in wanted:
+            reads += reads_of(self.catalog, self.catalog.leaves[name].value, Piece(box, to))
         read_slices(folder_of(self.path, "load"), self.catalog, reads, 1)
 
 

@@ -213,7 +213,7 @@ class _Loading:
             if self.catalog.kind_of(name) is None:
                 continue
             for piece in pieces_of(name, leaf.value):
-                reads += reads_of(self.catalog, name, piece)
+                reads += reads_of(self.catalog, self.catalog.leaves[name].value, piece)
         return reads
 
     def read(self, num_threads: int) -> None:
@@ -246,14 +246,13 @@ class _Loading:
             ) from None
 
 
-def reads_of(catalog: Catalog, name: str, piece: Piece) -> Iterator[Read]:
-    """Iterate over what is read to fill a piece of the tensor of that name."""
-    stored_as = catalog.leaves[name].value
-    for box, stored in catalog.slices[stored_as].items():
+def reads_of(catalog: Catalog, tensor: str, piece: Piece) -> Iterator[Read]:
+    """Iterate over the reads that fill a piece of a stored tensor."""
+    for box, stored in catalog.slices[tensor].items():
         both = box.meet(piece.box)
         if both is not None:
             to = piece.memory if both == piece.box else piece.memory[both.within(piece.box)]
-            yield Read(Slice(stored_as, box), stored, both, to)
+            yield Read(Slice(tensor, box), stored, both, to)
 
 
 def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: int) -> None:

@@ -39,10 +39,10 @@ from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Catalog, Stored, Unreadable, catalog_of, not_shared
 from dure.checkpoint.files import DTYPES, write_all
 from dure.checkpoint.folder import Folder, Unflushed, flush, flush_name, make, replace_file
-from dure.checkpoint.restoring import Read, read_slices
+from dure.checkpoint.restoring import read_slices, reads_of
 from dure.checkpoint.saving import OnDemand, Saving, Taken
 from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
-from dure.checkpoint.slices import Box, full_box
+from dure.checkpoint.slices import Box, Piece, full_box
 from dure.checkpoint.tree import Named, tensor_node
 from dure.checkpoint.weight_reading import (
     HIDDEN,
@@ -492,10 +492,7 @@ def consolidate(
         tensor = torch.empty(
             part.box.sizes, dtype=catalog.kinds[part.name].torch_dtype, device="cpu"
         )
-        reads = [
-            Read(Slice(part.name, box), stored_at, box, tensor[box.within(part.box)])
-            for box, stored_at in catalog.slices[part.name].items()
-        ]
+        reads = list(reads_of(catalog, part.name, Piece(part.box, tensor)))
         read_slices(folder, catalog, reads, alone.num_threads)
         return tensor
 
