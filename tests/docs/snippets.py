@@ -32,30 +32,14 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),  # translations have the same code (scripts/conventions)
 ]
-<<<<<<< HEAD
-MODULES = [
-    ROOT / "src/dure" / name
-    for name in (
-        "comm/collectives.py",
-        "debug.py",
-        "errorfile.py",
-        "plan/planning.py",
-        "symmetric_memory.py",
-        "testing/recorder.py",
-        "trace/events.py",
-        "trace/flight.py",
-        "trace/line.py",
-        "trace/publishing.py",
-    )
-]
-MODULE_FIRST = "from pathlib import Path; import torch; import dure as dist"
-=======
+MAKES_RANKS = ROOT / "src/dure/testing/ranks.py"  # with groups of their own, which `run` prevents
 MODULES = sorted(
-    path for path in (ROOT / "src/dure").rglob("*.py") if "    ```python\n" in path.read_text()
+    path
+    for path in (ROOT / "src/dure").rglob("*.py")
+    if "    ```python\n" in path.read_text() and path != MAKES_RANKS
 )
 MODULE_FIRST = "from pathlib import Path; import torch; import dure as dist; from dure import fsdp"
 INDENTED = re.compile(r"^( +)```python\n.*?^\1```$", re.MULTILINE | re.DOTALL)
->>>>>>> 91d1b58c (FSDP's follow is a Join; one clock of steps for DDP and sharded modules; class names of one owner; docstrings with arguments and examples that run)
 PIECE = re.compile(
     r"^<!-- (?P<mark>ranks|first|not run):(?P<text>.*?)-->$|^```python\n(?P<block>.*?)^```$",
     re.MULTILINE | re.DOTALL,
