@@ -171,7 +171,7 @@ RANKS: dict[str, Callable[[int], None]] = {
 
 
 def called(*words: str, may_end_with: tuple[int, ...] = (0,), isa: str = "") -> str:
-    """Run `dure WORDS` in an empty folder; return what it printed. RuntimeError where it fails."""
+    """Run `dure WORDS` in an empty folder; return its output. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [DURE, *words],

@@ -1,8 +1,8 @@
-"""What the site has beside docs/: the root's documents, the examples, folders in its navigation.
+"""Pages of the site from outside docs/: documents of the root, and examples.
 
-MkDocs calls these functions by name (`hooks` in mkdocs.yml). A document of the repository links to
-files as they lie there, so that its links work wherever it is read; where a link leaves docs/, it
-is turned to the page that the file has become, and fails the build if it has become none.
+MkDocs calls these functions by name (`hooks` in mkdocs.yml). Links in documents of the repository
+are relative to the files, so that they work everywhere. On the site, a link that leaves docs/ is
+replaced by one to the page of that file; without such a page the build fails.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ VARIABLES: dict[str, Variable] = {
             meaning="set in every pod; names of other pods are waited for",
         ),
         Variable(name="NO_COLOR", meaning="1: no colors on the terminal"),
-        Variable(name="PATH", meaning="where programs such as mpirun are looked for"),
+        Variable(name="PATH", meaning="folders of programs, such as mpirun"),
         Variable(
             name="LD_PRELOAD",
             meaning="libraries that every program loads first, such as a profiler; if it is set, "
@@ -132,7 +132,7 @@ VARIABLES: dict[str, Variable] = {
             "default (15 for launchers), at least 2; give every host the same",
             example="30",
         ),
-        Variable(name="DURE_BACKEND", meaning="backend used where the program names none"),
+        Variable(name="DURE_BACKEND", meaning="the default backend, for programs that name none"),
         Variable(
             name="DURE_HOST_ID",
             meaning="processes with different values count as being on different hosts",
@@ -170,7 +170,7 @@ VARIABLES: dict[str, Variable] = {
         # `dure run` hosts Dure's own store in the launcher and names it here, so that `env://` has
         # no port to choose and no race to lose. MASTER_ADDR and MASTER_PORT stay free for programs
         # that build a torch.distributed store, or use `tcp://`, themselves: rank 0 can bind them.
-        # The rendezvous of `env://` joins DURE_STORE_ADDR (every rank as a client) where it is set.
+        # The rendezvous of `env://` joins DURE_STORE_ADDR (every rank as a client) if it is set.
         Variable(
             name="DURE_STORE_ADDR",
             meaning="HOST:PORT of the launcher's store, or etcd://HOST:PORT/JOB; comes "

@@ -1,8 +1,8 @@
-"""What the extension offers; csrc/bindings has one file a class.
+"""The native extension; csrc/bindings has one file per class.
 
 Addresses and byte counts are plain integers. `dtype`, `reduction` and `op` are the codes of
-csrc/core/types.h. A call that can be asynchronous returns None when it is done, an `Outcome` when
-it failed, or a `Request` where ``async_op`` is true.
+csrc/core/types.h. A call with an ``async_op`` argument returns None if it has succeeded, an
+`Outcome` if it has failed, or a `Request` if ``async_op`` is true.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class Outcome:
         """A member of `dure.native.status.Status`."""
     @property
     def op(self) -> str:
-        """The operation that failed, or that the group broke in."""
+        """The operation that failed, or during which the group broke."""
     @property
     def channel(self) -> int:
         """The channel of the collective."""
@@ -27,7 +27,7 @@ class Outcome:
         """Number of the collective in its channel; 0 for point-to-point."""
     @property
     def peer(self) -> int:
-        """The rank to blame, or -1."""
+        """The rank that caused the failure, or -1."""
     @property
     def reporter(self) -> int:
         """The rank that noticed, or -1."""
@@ -36,33 +36,33 @@ class Outcome:
         """Ranks that did not arrive."""
     @property
     def calls(self) -> list[str]:
-        """What each rank called, of a desync."""
+        """The call of each rank, for a desync."""
     @property
     def detail(self) -> str:
-        """How the peer ended, where known."""
+        """How the peer ended, if known, or another detail."""
 
 class Request:
-    """A pending operation; any thread may ask at any time (as `comm.backends.request.Request`)."""
+    """A pending operation, as `comm.backends.request.Request`; for any thread at any time."""
 
     @property
     def source(self) -> int:
         """Sender of a finished receive, or -1."""
     @property
     def site(self) -> str:
-        """Where the program called, as "file:line in function"."""
+        """The call site, as "file:line in function"."""
     def done(self) -> bool:
-        """Tell whether the operation ended."""
+        """Return whether the operation has ended."""
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait, at most `timeout_s`; False if that passed first. Raise the operation's error."""
+        """Wait for at most `timeout_s`, else return False. Raises the operation's error."""
     def wait_aside(self) -> None:
-        """Wait on a thread whose core others may want: run nothing, and let nobody spin."""
+        """Wait without using the core: the thread runs no other operations and does not spin."""
 
 class HeapMemory:
-    """A piece of a symmetric heap; a writable buffer, held for as long as a view of it lives."""
+    """A block of a symmetric heap; a writable buffer that lives as long as its views."""
 
     @property
     def offset(self) -> int:
-        """Where in this process's heap it lies; -1 if it is a peer's, or was retired."""
+        """The offset in this process's heap; -1 if it is in a peer's heap, or was retired."""
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -73,9 +73,9 @@ class Channel:
     def index(self) -> int:
         """0 or 1."""
     def enter(self) -> bool | Outcome:
-        """Begin a block of calls of this thread alone; False if it is in one already."""
+        """Reserve the channel for calls of this thread; False if it has reserved it already."""
     def leave(self) -> None:
-        """End the block that `enter` began."""
+        """Release the channel after `enter`."""
     def run(
         self,
         op: int,
@@ -91,34 +91,34 @@ class Channel:
         keep: object,
         /,
     ) -> Outcome | Request | None:
-        """Run any collective: a list holds address, length, address, length...
+        """Run any collective; the lists have address, length, address, length, ...
 
-        `keep` lives until it has ended. The plain calls are about what the thread has said.
+        `keep` is kept alive until the end. The `plain_` calls use the thread's subject.
         """
     def plain_all_reduce(self, tensor: object, op: object, counts: bool, /) -> bool | Outcome:
-        """Reduce a plain tensor; False where it is not plain and nothing was done."""
+        """Reduce a plain tensor; False, without any effect, if it is not plain."""
     def plain_all_reduce_into(
         self, output: object, tensor: object, op: object, /
     ) -> bool | Outcome:
-        """Reduce plain tensors into another one of the same length."""
+        """Reduce plain tensors into a plain tensor of the same length."""
     def plain_broadcast(self, tensor: object, root: int, counts: bool, /) -> bool | Outcome:
         """Broadcast a plain tensor."""
     def plain_all_gather(self, output: object, tensor: object, counts: bool, /) -> bool | Outcome:
-        """Gather plain tensors into one that is n times as long."""
+        """Gather plain tensors into a tensor that is n times as long."""
     def plain_reduce_scatter(
         self, output: object, tensor: object, op: object, counts: bool, /
     ) -> bool | Outcome:
-        """Reduce part i of a plain tensor into rank i's."""
+        """Reduce part i of the plain tensors into the output of rank i."""
     def plain_all_to_all(self, output: object, tensor: object, counts: bool, /) -> bool | Outcome:
         """Exchange equal parts of plain tensors."""
     def plain_all_to_all_cut(
         self, output: object, tensor: object, taken_rows: int, given_rows: int, /
     ) -> bool | Outcome:
-        """Exchange parts of plain tensors [rows, n, *], each cut along its second dimension."""
+        """Exchange parts of plain tensors [rows, n, *], divided along the second dimension."""
     def plain_scatter_cut(
         self, output: object, tensor: object, root: int, given_rows: int, /
     ) -> bool | Outcome:
-        """Scatter the root's plain tensor [rows, n, *], cut along its second dimension."""
+        """Scatter the root's plain tensor [rows, n, *], divided along the second dimension."""
     def plain_barrier(self) -> bool | Outcome:
         """Wait for all ranks."""
     def start_all_reduce(
@@ -167,13 +167,13 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
     def dead(self) -> bool:
-        """Tell whether it has ended; False of this very process."""
+        """Return whether it has ended; False for this process."""
     def fate(self) -> str:
-        """Return how it ended, such as "signal 9 (SIGKILL)"; "" if that is not known."""
+        """Return how it ended, such as "signal 9 (SIGKILL)"; "" if unknown."""
     def memory(self, offset: int, nbytes: int, /) -> HeapMemory:
-        """Return a part of its heap; ValueError outside it."""
+        """Return a part of its heap; raises ValueError outside it."""
 
 class Group:
     """This rank's end of a shared segment, with its channels and mailbox (csrc/core/group.h)."""
@@ -189,10 +189,11 @@ class Group:
         single_copies: int = -1,
         migrates: bool = False,
     ) -> Group:
-        """Make the segment; OSError if the system refuses.
+        """Create the segment; raises OSError if the system refuses.
 
-        `single_copies`: from how many bytes on to copy once; -1: measure, -2: never. `migrates`:
-        a rank that shares its core with another may move its thread to an idle one.
+        `single_copies`: the bytes from which on memory is copied once; -1: measure, -2: never.
+        `migrates`: whether a rank that shares its core with another may move its thread to an idle
+        core.
         """
     @staticmethod
     def attach(
@@ -206,41 +207,41 @@ class Group:
         /,
         migrates: bool = False,
     ) -> Group:
-        """Map the segment that process `pid` holds as `fd`; OSError or RuntimeError if not."""
+        """Map the segment that is `fd` in process `pid`; raises OSError or RuntimeError."""
     @property
     def file(self) -> int:
-        """Descriptor of the segment, until `ready`."""
+        """Descriptor of the segment; valid until `ready`."""
     def attached(self) -> int:
-        """Ranks that have mapped the segment."""
+        """Number of ranks that have mapped the segment."""
     def not_attached(self) -> list[int]:
-        """Ranks that have not."""
+        """Ranks that have not mapped the segment."""
     def wait_attached(self, seconds: float, /) -> None:
-        """Return when another rank has attached, or the time is over."""
+        """Wait until another rank has mapped the segment, or the time is over."""
     def ready(self) -> None:
-        """Begin, once all have attached; lets go of the descriptor."""
+        """Start the group, after all ranks have mapped the segment; closes the descriptor."""
     @property
     def copies(
         self,
     ) -> tuple[bool, bool, float, int | None, int | None, int | None]:
         """How memory is copied between ranks, known after `ready`.
 
-        Single copies permitted; measured; us a cache line takes; bytes from which on messages,
-        blocks for all, and blocks for each rank are copied once (None: never).
+        Single copies permitted; measured; us per cache line; bytes from which on messages,
+        blocks for all ranks, and blocks for each rank are copied once (None: never).
         """
     def set_eager_bytes(self, nbytes: int, /) -> None:
-        """Let longer messages wait for their receive; 0: all; negative: those that must."""
+        """Make longer messages wait for their receive; 0: all; negative: the default."""
     def gone(self, rank: int, /) -> bool:
-        """Tell whether the process of `rank` has ended, or `rank` has left the group."""
+        """Return whether the process of `rank` has ended, or `rank` has left the group."""
     def pid_of(self, rank: int, /) -> int:
-        """Process of `rank`; 0 after `close`."""
+        """Return the process id of `rank`; 0 after `close`."""
     def set_error(self, error: Callable[[Outcome, int, float], BaseException], /) -> None:
-        """Say what makes the exception of an outcome, its peer's process and the time limit."""
+        """Set the function that makes exceptions, from outcome, peer's process id and timeout."""
     def set_timeout(self, seconds: float, /) -> None:
-        """Change how long an operation may wait for its peers."""
+        """Set how long an operation may wait for its peers."""
     def channel(self, index: int, /) -> Channel:
-        """Return channel 0 or 1; it keeps the group."""
+        """Return channel 0 or 1; it keeps the group alive."""
     def announce_group(self, members: int, async_op: bool, /) -> Outcome | Request | None:
-        """Find out whether all ranks make the same group: a bit for each member, or a digest."""
+        """Check that all ranks make the same group; `members` is a bit mask or a digest."""
     def send(
         self, data: int, nbytes: int, dtype: int, to: int, tag: int, async_op: bool, keep: object, /
     ) -> Outcome | Request | None:
@@ -256,7 +257,7 @@ class Group:
         keep: object,
         /,
     ) -> Request:
-        """Receive from `source`, -1 for anyone; a finished request where not asynchronous."""
+        """Receive from `source`, -1 for any rank; returns an ended request if synchronous."""
     def flight(
         self,
     ) -> list[tuple[int, str, int, str, int, int, int, bool, int, int, int, str, int, str, int]]:
@@ -266,41 +267,41 @@ class Group:
         start and end in monotonic ns, file, line, function, channel.
         """
     def sender_of(self, tag: int, /) -> int:
-        """Return who sent the first message with `tag` that awaits its receive; -1 if none did."""
+        """Return the sender of the first message with `tag` that has no receive yet, or -1."""
     def host_shared_empty(self, nbytes: int, /) -> HeapMemory | Outcome:
-        """Allocate, in rank 0's heap, memory that all ranks have; a collective."""
+        """Allocate memory in rank 0's heap that all ranks share; a collective."""
     def abort(self, detail: str, /) -> None:
-        """Break the group for all ranks, for a reason outside it; nothing after `close`."""
+        """Break the group for all ranks, for an external reason; no effect after `close`."""
     def failure(self) -> Outcome | None:
-        """Return what the group is broken by."""
+        """Return the outcome that broke the group; None if it is not broken."""
     def has_left(self, rank: int, /) -> bool:
-        """Tell whether `rank` closed its group; True after `close`."""
+        """Return whether `rank` has closed its group; True after `close`."""
     def close(self) -> None:
-        """Leave; safe to call twice, from any thread."""
+        """Leave the group; may be called twice, from any thread."""
 
 def heap_allocate(bytes: int, zeroed: bool, copied: bool = False) -> HeapMemory | None:
-    """Allocate in this process's heap; None where the host has no memory left.
+    """Allocate in this process's heap; None if the host has no memory left.
 
-    `copied`: forked children get a copy of their own.
+    `copied`: whether forked children get a copy instead of sharing the memory.
     """
 
 def not_copied_in_children() -> int:
-    """Return how many bytes of `copied` memory a fork now would not copy: they are too many."""
+    """Return the bytes of `copied` memory that a fork would share: too many to copy."""
 
 def put_into_storage(memory: HeapMemory, storage: int, address: int, nbytes: int, /) -> bool:
-    """Put `memory` in the place of what a small storage of torch's holds.
+    """Replace the memory of a small storage of torch by `memory`.
 
-    `storage` is its `_cdata`, `address` and `nbytes` what it holds. False where it does not look as
-    this torch's storages are known to: nothing has changed then.
+    `storage` is its `_cdata`; `address` and `nbytes` are its present memory. Returns False, without
+    any effect, if the storage does not have the layout of this version of torch.
     """
 
 class Ticket:
-    """Something that a thread waits for in `Inbox.next`, and that another one brings."""
+    """An event that a thread waits for in `Inbox.next`, and that another thread completes."""
 
     def __init__(self) -> None: ...
     @property
     def done(self) -> bool:
-        """Whether it was brought."""
+        """Whether it was completed."""
 
 class Inbox:
     """Messages from the other processes of this host (csrc/core/inbox.h)."""
@@ -308,15 +309,15 @@ class Inbox:
     def __init__(self) -> None: ...
     @property
     def offset(self) -> int:
-        """Where in the heap it is."""
+        """Its offset in the heap."""
     def next(self, ticket: Ticket | None, seconds: float) -> bytes | bool | None:
-        """Return a message; True: the ticket is done; None: nothing came; False: it was closed."""
+        """Return a message; True if the ticket is done; None at the timeout; False if closed."""
     def complete(self, ticket: Ticket, /) -> None:
-        """Bring what a ticket stands for; wakes who waits for it."""
+        """Complete a ticket, and wake the threads that wait for it."""
     def post(self, message: bytes, /) -> None:
-        """Leave a message for a thread that waits without a ticket."""
+        """Post a message to a thread that waits without a ticket."""
     def forget(self, pid: int, /) -> bool:
-        """Free the ring of a process that ended; False: it has messages still."""
+        """Free the ring of a process that has ended; False if it still has messages."""
     def close(self) -> None:
         """End all waits."""
 
@@ -325,42 +326,42 @@ class Outbox:
 
     @staticmethod
     def claim(peer: Process, offset: int, /) -> Outbox | None:
-        """Take a ring of the inbox that is at `offset` of the peer's heap; None: all are taken."""
+        """Claim a ring of the inbox at `offset` of the peer's heap; None if all are in use."""
     def send(self, message: bytes, /) -> bool:
-        """Send; False: it does not fit, now or (above 16 KiB) ever."""
+        """Send; False if the message does not fit now, or (above 16 KiB) can never fit."""
 
 def heap_give(bytes: int, to: Process, address: int = 0) -> HeapMemory | None:
-    """Allocate memory in this heap that is the peer's alone when this process lets go of it.
+    """Allocate memory in this heap that belongs to the peer when this process releases it.
 
-    What is at `address` is copied into it.
+    The bytes at `address` are copied into it.
     """
 
 def heap_share(nbytes: int, /) -> HeapMemory | None:
-    """Allocate memory in this heap that others may hold as well, for as long as they like."""
+    """Allocate memory in this heap that other processes may hold, too."""
 
 def heap_lend(address: int, to: Process | None) -> int:
-    """Have a peer (None: nobody) hold memory of `heap_share`; return by what; 0: it is none."""
+    """Let a peer hold memory of `heap_share`; return the number of the hold, 0 for other memory."""
 
 def heap_take(source: Process, offset: int, bytes: int, hold: int = 0) -> HeapMemory:
-    """Hold memory that a peer has given, or (by `hold`) lent, until it is let go of here."""
+    """Hold memory that a peer has given, or lent with the number `hold`, until it is released."""
 
 def heap_taken() -> int:
-    """Return how many bytes this process holds that peers have given."""
+    """Return the bytes that this process holds of memory that peers have given."""
 
 def heap_identity() -> tuple[int, int, int]:
-    """Return how peers find the heap: pid, start time of the process, descriptor of the heap."""
+    """Return process id, start time and heap descriptor, with which peers map the heap."""
 
 def heap_peer(pid: int, start_time: int, descriptor: int, /) -> Process | None:
-    """Map the heap of another process (or find it mapped); None if it has ended, or OSError."""
+    """Map the heap of another process once; None if it has ended; raises OSError."""
 
 def heap_offset(address: int, nbytes: int, /) -> int:
-    """Return where in this process's heap that memory lies; -1 for other memory."""
+    """Return the offset of memory in this process's heap; -1 for other memory."""
 
 def heap_trim() -> int:
-    """Give the memory of freed pieces back to the system; return how many bytes."""
+    """Return the memory of freed blocks to the system; return the number of bytes."""
 
 def heap_usage() -> tuple[int, int, int]:
-    """Return bytes in use, bytes kept for new pieces, and the number of pieces."""
+    """Return bytes in use, bytes kept for new blocks, and the number of blocks."""
 
 def change_word(
     memory: HeapMemory,
@@ -371,9 +372,9 @@ def change_word(
     seconds: float,
     /,
 ) -> int:
-    """Wait until 32-bit word `index` is `before`, and make it `after` in one step.
+    """Wait until 32-bit word `index` is `before`, and set it to `after` atomically.
 
-    Returns 0 when done, 1 after `seconds` (for ever, if negative), 2 if `peer` has died.
+    Returns 0 if it was set, 1 after `seconds` (negative: no limit), 2 if `peer` has died.
     """
 
 def know_torch(
@@ -385,78 +386,78 @@ def know_torch(
     hooks: list[Any],
     /,
 ) -> bool:
-    """Learn torch's types, our reductions and the hooks of `dure.trace`, for the `plain_` calls.
+    """Set torch's types, Dure's reductions and the hooks of `dure.trace`, for the `plain_` calls.
 
-    `c` is torch._C, whose functions are called where torch's C++ functions are not found; `sample`
-    is an empty tensor. The `plain_` calls decline while there are hooks.
-    False where torch lacks DLPack's exchange table: they then decline everything.
+    `c` is torch._C, whose functions are used if torch's C++ functions are not found; `sample` is an
+    empty tensor. The `plain_` calls return False while there are hooks.
+    Returns False if torch does not have DLPack's exchange table: they then always return False.
     """
 
 def pack_tensor(tensor: Tensor, most: int, needs_gradient: bool, /) -> bytes | None:
     """Return a plain tensor (dense, contiguous, not empty, of a real dtype, on the CPU) as bytes.
 
     The first byte is `needs_gradient`. None for other tensors, for those of more than `most` bytes,
-    and for those whose memory lies in the symmetric heap.
+    and for those in the symmetric heap.
     """
 
 def unpack_tensor(packed: bytes, /) -> Tensor:
-    """Return the tensor that `pack_tensor` has packed, with memory of its own.
+    """Return the tensor that `pack_tensor` has packed, in new memory.
 
     Raises:
-        ValueError: These bytes are none.
+        ValueError: The bytes are invalid.
     """
 
 def set_library_folders(folders: list[tuple[str, bool]], /) -> None:
-    """Set which files are the library's (`dure.trace.frames.library_folders`)."""
+    """Set the folders of library files (`dure.trace.frames.library_folders`)."""
 
 def call_site() -> str:
-    """Return the place of the user's program that calls, as "file:line in function"."""
+    """Return the call site in the user's program, as "file:line in function"."""
 
 def crc32c(data: bytes | bytearray | memoryview, before: int = 0, /) -> int:
-    """Return the CRC-32C of bytes that follow others whose sum is `before`."""
+    """Return the CRC-32C of data that follows data with the sum `before`."""
 
 def copy_bytes(to: bytearray | memoryview, source: bytes | bytearray | memoryview, /) -> None:
-    """Copy as many bytes as both have, past the cache; ValueError where lengths differ."""
+    """Copy bytes, bypassing the cache; raises ValueError if the lengths differ."""
 
 def copy_from_file(
     descriptor: int, at: int, to: bytearray | memoryview, summed: bool, /
 ) -> tuple[int, int]:
-    """Copy bytes of a file, from byte `at` on, past the cache; return how many, and their CRC-32C.
+    """Copy bytes of a file from byte `at` on, bypassing the cache; return number and CRC-32C.
 
-    Fewer, or none, where the file cannot be mapped, ends or fails: reading the rest tells which.
+    Copies fewer bytes if the file cannot be mapped, ends or fails; the caller reads the rest.
     """
 
 class Subject:
-    """What collectives are about, beyond their lengths; ranks compare the code, and show the text.
+    """The object of collectives, such as a module: ranks compare the code and show the text.
 
-    Of a code below 2^30; 0 says nothing.
+    The code is below 2^30; 0 for no subject.
     """
 
     def __init__(self, code: int, text: str, /) -> None: ...
     @property
     def code(self) -> int:
-        """What is compared."""
+        """The code, which ranks compare."""
     @property
     def text(self) -> str:
-        """What it stands for."""
+        """The text for error messages."""
 
 def set_subject(about: Subject, /) -> None:
-    """Say what the calling thread's collectives are about, until it says something else."""
+    """Set the subject of the calling thread's collectives, until the next call."""
 
 def subject() -> Subject:
-    """Return what the calling thread's collectives are about."""
+    """Return the subject of the calling thread's collectives."""
 
 protocol: int
-"""`dure.version.PROTOCOL` of the sources that it was built from."""
+"""`dure.version.PROTOCOL` of the sources of this build."""
 
 def kernel_isa() -> str:
     """Return the instruction set of the kernels in use: generic, avx2 or avx512."""
 
 def select_kernel_isa(isa: str, /) -> bool:
-    """Use other kernels from now on (for tests); False where this machine cannot."""
+    """Select the kernels, for tests; False if this machine does not support them."""
 
 def limit_isa(most: str, /) -> bool:
-    """Use the best kernels up to these from now on; False where they have no such name."""
+    """Select the best kernels up to these; False if the name is unknown."""
 
 def reduce(out: int, sources: list[int], dtype: int, reduction: int, count: int, /) -> bool:
-    """Run one kernel on `count` elements; False where the reduction has no meaning."""
+    """Run a kernel on `count` elements; False if the dtype does not support the reduction."""
