@@ -9,7 +9,7 @@ import pytest
 from dure.comm.backends.queue import OrderedQueue
 from dure.comm.backends.request import Request
 from dure.errors import Aborted, CommTimeout, DureError, InternalError
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -46,6 +46,19 @@ def test_whatever_an_action_raises_ends_its_request_and_the_thread_goes_on(queue
             failed.wait(PATIENCE_S)
         assert info.value.__cause__ is error
     assert after.wait(PATIENCE_S)
+
+
+def test_a_synchronous_call_runs_behind_those_before_it(queue):
+    held, order = _Held(), []
+    queue.run(held, True)
+    assert held.begun.wait(PATIENCE_S)
+    queue.run(lambda: order.append("first"), True)
+    caller = threading.Thread(target=queue.run, args=(lambda: order.append("second"), False))
+    caller.start()
+    until(lambda: order or len(queue._entries) == 2)
+    held.go.set()
+    caller.join(PATIENCE_S)
+    assert order == ["first", "second"]
 
 
 def test_stopping_ends_what_has_not_begun_and_refuses_what_comes():

@@ -14,7 +14,7 @@ from dure.device_mesh import init_device_mesh
 from dure.errors import RendezvousTimeout
 from dure.testing import run_ranks
 from dure.testing.ranks import new_world
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 AT_ONCE, LONG = timedelta(microseconds=1), timedelta(seconds=PATIENCE_S)
 
@@ -79,17 +79,25 @@ def test_without_a_timeout_joining_waits_for_the_limit_alone():
 
 
 def test_a_group_may_be_waited_for_longer_than_an_operation_of_the_world():
-    waiting = threading.Event()
+    short = timedelta(milliseconds=1)
+    waiting: list[dist.ProcessGroup] = []
+    ended = threading.Event()
 
     def body(rank: int) -> None:
         group = dist.group.WORLD
         assert group is not None
         dist.barrier()
-        group.set_timeout(timedelta(milliseconds=1))
-        if rank == 1:
-            waiting.wait(0.05)  # far more than operations of the world wait
-        dist.new_group(timeout=LONG)
-        assert group.timeout == timedelta(milliseconds=1)
+        group.set_timeout(short)
+        if rank == 0:
+            waiting.append(group)
+        else:  # rank 0 waits by now, for the new group, or has given up
+            until(lambda: ended.is_set() or (waiting and waiting[0].timeout == LONG))
+            assert not ended.is_set(), "rank 0 has given up"
+        try:
+            dist.new_group(timeout=LONG)
+        finally:
+            ended.set()
+        assert group.timeout == short
         group.set_timeout(LONG)
         dist.barrier()
 
