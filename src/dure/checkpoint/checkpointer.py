@@ -336,7 +336,7 @@ def _fix_of(error: OSError) -> str:
 
 
 def _step_number(step: Any) -> int:
-    """Return `step` (Any: from users) as a Python int.
+    """Return `step` as a Python int.
 
     Raises:
         UsageError: It is none, or negative: such a checkpoint would not be found again.

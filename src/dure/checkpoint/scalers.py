@@ -24,7 +24,7 @@ def stages_of(scaler: object, parts: Mapping[str, Any]) -> Stages:
 
     Args:
         scaler: Any object; one that is no GradScaler has none.
-        parts: Objects by name (Any: any objects).
+        parts: Objects by name.
     """
     known = getattr(scaler, "_per_optimizer_states", None) or {}
     found: Stages = {}

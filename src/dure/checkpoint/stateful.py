@@ -12,7 +12,7 @@ class Stateful(Protocol):
     """An object with a state: modules, optimizers, schedulers, loaders, the user's own."""
 
     def state_dict(self) -> Any:
-        """Return the state: tensors, values, dicts and lists of them (Any: as torch)."""
+        """Return the state: tensors, values, dicts and lists of them."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:

@@ -40,7 +40,12 @@ _SHOWN_NAMES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdxSplit:
-    """Images [n, height, width] and labels [n], both uint8."""
+    """Images and labels.
+
+    Attributes:
+        images: uint8 [n, height, width].
+        labels: uint8 [n].
+    """
 
     images: NDArray[np.uint8]
     labels: NDArray[np.uint8]

@@ -65,6 +65,9 @@ def load_digits(test_fraction: float = 0.2, seed: int = 1234) -> ImageData:
         test_fraction: The part kept for testing, from 0 to 1.
         seed: Of the split; the same split for the same seed on every rank.
 
+    Returns:
+        Images and labels, for training and for testing.
+
     Raises:
         DataError: scikit-learn is not installed.
         UsageError: `test_fraction` is not from 0 to 1.
@@ -85,7 +88,10 @@ def load_idx(directory: str | Path) -> ImageData:
     """Load MNIST, Fashion-MNIST or another data set of IDX files.
 
     Args:
-        directory: Where the four files are, plain or .gz (see `dure.data.idx`).
+        directory: The folder of the four files, plain or .gz (see `dure.data.idx`).
+
+    Returns:
+        Images and labels, for training and for testing.
 
     Raises:
         DataError: The directory or a file is missing, truncated or foreign.

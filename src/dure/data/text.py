@@ -186,6 +186,9 @@ def load_python_sources(
         test_fraction: The part at the end that is kept for testing, from 0 to 1.
         max_vocabulary: Numbers at most; rarer characters share one.
 
+    Returns:
+        The windows, for training and for testing, and the vocabulary.
+
     Raises:
         DataError: There are no sources on this machine.
         UsageError: `window` or `test_fraction` leaves no window to learn from.

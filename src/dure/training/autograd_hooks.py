@@ -196,7 +196,7 @@ def on_outputs(
 ) -> int:
     """Have `call(nodes)` called when a gradient arrives at a tensor of `outputs`, any pytree.
 
-    `nodes` are those of the graph under that tensor (Any: autograd's nodes have no public type).
+    `nodes` are those of the graph under that tensor.
 
     Args:
         outputs: Of the module.
@@ -235,7 +235,7 @@ def _output_hook(
 
 
 def on_inputs(inputs: Any, call: Callable[[], None]) -> Any:
-    """Have `call()` called when gradients of all tensors of `inputs` have arrived (Any: a pytree).
+    """Have `call()` called when gradients of all tensors of `inputs` have arrived.
 
     Returns:
         The pytree, in which tensors that need gradients are others, to be used instead.
@@ -324,7 +324,7 @@ def will_reach(accumulator: Any) -> bool:
 
 
 def fills_gradients(accumulator: Any, nodes: Sequence[Any]) -> bool:
-    """Tell whether the running backward fills gradients of leaves (Any: nodes of the graph).
+    """Tell whether the running backward fills gradients of leaves.
 
     Args:
         accumulator: Of a parameter that is likely to be reached.
@@ -343,7 +343,7 @@ def fills_gradients(accumulator: Any, nodes: Sequence[Any]) -> bool:
 
 
 def _below(node: Any) -> list[Any]:
-    """Return the nodes that `node` hands gradients to (Any: nodes of the graph)."""
+    """Return the nodes that `node` hands gradients to."""
     return [n for n, _ in node.next_functions if n is not None]
 
 

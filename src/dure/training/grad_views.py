@@ -324,7 +324,7 @@ class GradView:
 
 
 def _accumulator(parameter: torch.Tensor) -> Any:
-    """Return what accumulates a leaf's gradient (Any: autograd's nodes have no public type)."""
+    """Return what accumulates a leaf's gradient."""
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 

@@ -127,7 +127,7 @@ class Joinable(ABC):
 
         Args:
             **kwargs: Arguments that the user gave to `Join` beyond its own; the same for all
-                joinables of the context (Any: theirs to define).
+                joinables of the context.
         """
 
     def describe_phase(self, phase: int) -> str:
@@ -200,7 +200,7 @@ class Join:
         throw_on_early_termination: Raise `UnevenInputs` on all ranks as soon as one has run out of
             inputs, in place of shadowing.
         **kwargs: Handed to every joinable's `join_hook`, such as DDP's
-            `divide_by_initial_world_size` (Any: theirs to define).
+            `divide_by_initial_world_size`.
 
     Raises:
         UsageError: No joinables, joinables of different groups, or one that is in another context.
@@ -409,7 +409,7 @@ class Join:
         )
 
     def _where(self) -> dict[str, Any]:
-        """Fields of errors (Any: of several kinds)."""
+        """Fields of errors."""
         return {
             "rank": self.group.rank(),
             "world_size": self.group.size(),

@@ -83,7 +83,7 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, given: Any) -> MixedPrecision:
-        """Return `given`, or one like it (Any: None, ours, or torch's class of the same fields)."""
+        """Return `given` as a `MixedPrecision`: None, one, or torch's class of the same fields."""
         if given is None or isinstance(given, cls):
             return given or cls()
         if not hasattr(given, "reduce_dtype"):
@@ -156,7 +156,7 @@ class ComputeCopies:
     # ---------------------------------------------------------------- running
 
     def run(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `module` in low precision (Any: its arguments and result)."""
+        """Run `module` in low precision."""
         if not autograd_hooks.in_backward():
             self._end_backward()  # one that raised, and that something keeps alive
         dtype = self.precision.param_dtype
@@ -246,7 +246,7 @@ class ComputeCopies:
 
 
 def _restore(attributes: dict[str, Any], name: str, before: object) -> None:
-    """Take a shadow away (Any: attributes of a module)."""
+    """Take a shadow away."""
     if before is _ABSENT:
         attributes.pop(name, None)
     else:

@@ -46,24 +46,24 @@ def _parts_of(value: object) -> Iterable[object] | None:
 
 
 def _fields_of(value: Any) -> list[str]:
-    """Return the fields of a dataclass that have a value (Any: an instance of one)."""
+    """Return the fields of a dataclass that have a value."""
     return [field.name for field in fields(value) if hasattr(value, field.name)]
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return `value` with the tensors in it moved to `device` (Any: any pytree)."""
+    """Return `value` with the tensors in it moved to `device`."""
     return mapped(value, lambda tensor: tensor.to(device))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with the floating-point tensors in it in `dtype` (Any: any pytree)."""
+    """Return `value` with the floating-point tensors in it in `dtype`."""
     return mapped(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def mapped(
     value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, copies: bool = False
 ) -> Any:
-    """Return `value` with `change` applied to the tensors in it (Any: any pytree).
+    """Return `value` with `change` applied to the tensors in it.
 
     Args:
         value: Is not written to.

@@ -202,7 +202,7 @@ class GradScaler(torch.amp.GradScaler):
         *args: Any,
         **kwargs: Any,
     ) -> float | None:
-        """Step unless an inf was found; the host waits for the answer here (Any: as torch's)."""
+        """Step unless an inf was found; the host waits for the answer here."""
         if self._unverified is not None:
             self._verify(self._unverified)
         return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)

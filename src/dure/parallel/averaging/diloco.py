@@ -125,7 +125,16 @@ class DiLoCo(Outer):
         ]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make a local step; end the round of the fragment whose turn it is."""
+        """Make a local step; end the round of a fragment if it is due.
+
+        Args:
+            closure: Computes the loss again, for the optimizers that take one.
+
+        Returns:
+            The closure's loss, or None.
+
+        Collective: all ranks, in the steps that end a round.
+        """
         loss = self.optim.step() if closure is None else self.optim.step(closure)
         self.num_steps += 1
         for i, fragment in enumerate(self._fragments):

@@ -34,7 +34,7 @@ PIECE_BYTES = 32 << 20
 _IN_FLIGHT = 2
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[Mapping[str, Any]]
-"""Parameters of a model, or an optimizer's parameter groups (Any: their options)."""
+"""Parameters of a model, or an optimizer's parameter groups."""
 
 
 def average_(

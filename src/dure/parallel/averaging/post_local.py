@@ -114,7 +114,16 @@ class PostLocalSGDOptimizer(Outer):
         self.averager = averager
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make a local step, then average if it is time."""
+        """Make a local step, then average if it is time.
+
+        Args:
+            closure: Computes the loss again, for the optimizers that take one.
+
+        Returns:
+            The closure's loss, or None.
+
+        Collective: all ranks, in the steps that average.
+        """
         loss = self.optim.step() if closure is None else self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss

@@ -190,7 +190,7 @@ class HookRunner:
             self._keep(error, bucket)
 
     def _place(self, bucket: Bucket, value: Any) -> None:
-        """Copy the hook's result (Any: it is checked here) to the bucket, if it is elsewhere."""
+        """Copy the hook's result to the bucket, if it is elsewhere."""
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         sparse, buffer = bucket.sparse, bucket.buffer

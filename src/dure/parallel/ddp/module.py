@@ -222,7 +222,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         return {k: v for k, v in self.__dict__.items() if k not in gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Come back on the default group of the rank that loads (Any: as nn.Module's)."""
+        """Come back on the default group of the rank that loads."""
         super().__setstate__(state)
         self.process_group = resolve(
             None, "loading a pickled DistributedDataParallel (save ddp.module.state_dict() instead)"
@@ -259,7 +259,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
     @untraced_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on this rank's part of the batch (Any: the module's arguments)."""
+        """Run the module on this rank's part of the batch."""
         if profiler._is_profiler_enabled:
             with step("DistributedDataParallel.forward"):
                 return self._forward(inputs, kwargs)
@@ -368,6 +368,16 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
         The first backward of a forward outside it averages the sums. It is the forward that
         counts: put it inside the context together with its backward.
+
+        Returns:
+            A context.
+
+        Example:
+            ```python
+            with ddp.no_sync():
+                ddp(torch.ones(2, 4)).mean().backward()  # adds up on this rank
+            ddp(torch.ones(2, 4)).mean().backward()  # averages both
+            ```
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:

@@ -112,7 +112,7 @@ class Reductions:
     Attributes:
         hook: The communication hook.
         divisor: Sums of gradients are divided by it; None is the number of ranks.
-        awaited_too: Also waited for at the end of the next backward (Any: the value is not used).
+        awaited_too: Also waited for at the end of the next backward.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -322,7 +322,7 @@ class Reducer:
             )
 
     def on_output(self, below: Sequence[Any]) -> None:
-        """Take in that a gradient has come to an output of the module (Any: nodes under it)."""
+        """Take in that a gradient has come to an output of the module."""
         with self._lock:
             node = self._probe.node
             if not self._syncing and autograd_hooks.fills_gradients(node, below):

@@ -46,7 +46,7 @@ def replicate(
     Args:
         module: The module. What `fully_shard` has within it is left to that.
         ignored_modules: Left alone.
-        **kwargs: Those of `DistributedDataParallel` (Any: as there), and `device_id`, a device.
+        **kwargs: Those of `DistributedDataParallel`, and `device_id`, a device.
 
     Returns:
         `module`, whose class is now ``DDP<Class>``, with the methods of `DDP`.

@@ -189,7 +189,7 @@ class TorchNames:
     """Accepted where torch's functions ask for it; tensors are not divided here."""
 
     _active_ddp_module: Any = None
-    """What compiling.py sets on torch's class (Any), where a program has put ours in its place."""
+    """What compiling.py sets on torch's class, where a program has put ours in its place."""
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
@@ -365,7 +365,7 @@ class TorchNames:
     def _get_data_parallel_params(
         module: torch.nn.Module, named_params: bool = False
     ) -> Iterator[Any]:
-        """Go through the parameters that are not ignored (Any: with their names or without)."""
+        """Go through the parameters that are not ignored."""
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter

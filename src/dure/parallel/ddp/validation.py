@@ -104,7 +104,7 @@ def buffer_rules(broadcast_buffers: bool | None, forward_sync: bool | None) -> B
 
 
 def chosen_group(group: ProcessGroup | None, device_mesh: Any) -> ProcessGroup:
-    """Return the group that averages: `group`, or that of a mesh of one axis (Any: any mesh)."""
+    """Return the group that averages: `group`, or that of a mesh of one axis."""
     if device_mesh is None:
         return resolve(group, "DistributedDataParallel")
     if group is not None:

@@ -23,7 +23,7 @@ from dure.parallel.dp.random import OwnRandom
 __all__ = ["parallel_apply"]
 
 _Surrounding = Callable[[], AbstractContextManager[Any]]
-"""Makes a context manager for a thread (Any: its value is not used)."""
+"""Makes a context manager for a thread."""
 
 
 def parallel_apply(
@@ -41,7 +41,7 @@ def parallel_apply(
         devices: For each its device; by default where its parameters are.
 
     Returns:
-        The results, in order (Any: of any modules).
+        The results, in order.
 
     Raises:
         UsageError: There are not as many arguments as modules.

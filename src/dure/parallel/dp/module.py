@@ -72,7 +72,7 @@ class DataParallel(torch.nn.Module):
         self.output_device = home if output_device is None else as_device(output_device, home.type)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on all parts of the batch (Any: the module's arguments)."""
+        """Run the module on all parts of the batch."""
         return _run(self.module, (inputs, kwargs), self._devices, self.output_device, self.dim)
 
 
@@ -88,11 +88,14 @@ def data_parallel(
 
     Args:
         module: The module; on the first device.
-        inputs: Its arguments: a tuple of them, or the only one (Any: any).
+        inputs: Its arguments: a tuple of them, or the only one.
         device_ids: As for `DataParallel`.
         output_device: As for `DataParallel`.
         dim: As for `DataParallel`.
         module_kwargs: Its keyword arguments.
+
+    Returns:
+        The module's output for the complete batch, on `output_device`.
     """
     given = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     devices = chosen_devices(module, device_ids)

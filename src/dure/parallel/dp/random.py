@@ -67,7 +67,7 @@ class OwnRandom(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call `func`, with the generator if it draws (Any: any function of torch's)."""
+        """Call `func`, with the generator if it draws."""
         kwargs = kwargs or {}
         if func in _DRAWING:
             if "generator" not in kwargs and _is_on_cpu(args, kwargs):
@@ -101,7 +101,7 @@ class OwnRandom(TorchFunctionMode):
 
 
 def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether the numbers are drawn on the CPU (Any: arguments of torch's functions)."""
+    """Tell whether the numbers are drawn on the CPU."""
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device).type == "cpu"

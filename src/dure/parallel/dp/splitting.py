@@ -26,7 +26,7 @@ def scatter(inputs: Any, target_gpus: int | Sequence[Device], dim: int = 0) -> A
     """Cut the tensors in `inputs` into parts, one for each device at most.
 
     Args:
-        inputs: A tensor, or any pytree of sequences, mappings and dataclasses (Any: as it comes).
+        inputs: A tensor, or any pytree of sequences, mappings and dataclasses.
         target_gpus: The devices; numbers are GPUs. A single number is so many threads on the CPU.
         dim: The dimension that is cut.
 
@@ -62,7 +62,7 @@ def scatter_kwargs(
     target_gpus: int | Sequence[Device],
     dim: int = 0,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """Cut positional and keyword arguments; see `scatter` (Any: a module's arguments)."""
+    """Cut positional and keyword arguments; see `scatter`."""
     if not inputs and not kwargs:
         return (), ()
     parts = scatter((tuple(inputs), dict(kwargs or {})), target_gpus, dim)
@@ -101,7 +101,7 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
     Tensors without dimensions become a vector of one element a part, with a warning.
 
     Args:
-        outputs: One result per part, all of the same structure (Any: of any module).
+        outputs: One result per part, all of the same structure.
         target_device: Where the joined tensors shall be; -1 is the CPU.
         dim: The dimension along which they are concatenated.
 

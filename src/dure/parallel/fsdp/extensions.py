@@ -56,7 +56,7 @@ class _Extension:
     """What one parameter's class gathers.
 
     Attributes:
-        metadata: Its own, from this gather's first method to the second (Any: the class's).
+        metadata: Its own, from this gather's first method to the second.
         shapes, dtypes: Of a full part of each tensor.
         outputs: The gathered tensors, complete along dim 0; the same from the first gather on.
         owned: Tensors that the class has named.

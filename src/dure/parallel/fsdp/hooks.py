@@ -63,7 +63,7 @@ class ModuleHooks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a method of a module like its forward (Any: its arguments and its result)."""
+        """Run a method of a module like its forward."""
         try:
             args, kwargs = self._pre_forward(module, args, kwargs)
             output = method(*args, **kwargs)
@@ -85,7 +85,7 @@ class ModuleHooks:
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard; cast inputs; watch for their gradients (Any: any inputs)."""
+        """Unshard; cast inputs; watch for their gradients."""
         state = self._state
         tree = state.tree or Tree(state)
         if state.announce is not None and tree.entry is None and not autograd_hooks.in_backward():
@@ -115,7 +115,7 @@ class ModuleHooks:
     def _post_forward(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """Reshard; watch for gradients of the outputs (Any: any)."""
+        """Reshard; watch for gradients of the outputs."""
         state, tree = self._state, self._state.tree
         if state.policy.output_dtype is not None:
             output = cast_floats(output, state.policy.output_dtype)

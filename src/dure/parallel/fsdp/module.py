@@ -43,7 +43,7 @@ class FSDPModule(InPlace):
 
     @untraced_here
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module (Any: its arguments and its result).
+        """Run the module.
 
         Not a hook with ``always_call``: torch runs these after an `Exception`, and not after a
         KeyboardInterrupt, SystemExit or GeneratorExit.
@@ -70,7 +70,7 @@ class FSDPModule(InPlace):
         return (group for state in self._states(recurse) for group in state.groups)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Change the shards, not unsharded parameters: `to`, `double` (Any: as nn.Module's)."""
+        """Change the shards, not unsharded parameters: `to`, `double`."""
         assert isinstance(self, nn.Module)
         for state in self._states():
             state.reshard()

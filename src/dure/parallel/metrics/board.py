@@ -99,7 +99,7 @@ def _close(writer: Any, process: int) -> None:
 
 
 def _open(folder: Path) -> Any:
-    """Make a SummaryWriter (Any: torch has no types for a package that may be missing)."""
+    """Make a SummaryWriter."""
     try:
         module = importlib.import_module("torch.utils.tensorboard")
     except ImportError as error:

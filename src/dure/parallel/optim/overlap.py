@@ -71,7 +71,7 @@ class Wrapped(Protocol):
 
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
-"""`hook(state, bucket)` (Any: its own state, and buckets as its DDP makes them)."""
+"""`hook(state, bucket)`."""
 
 
 def hook_with_zero_step(
@@ -90,6 +90,9 @@ def hook_with_zero_step(
         ddp: The module it is registered with, on the optimizer's group.
         zero: Made with ``overlap_with_ddp=True``, over the parameters of `ddp`.
         shard_buckets: Accepted for compatibility: shards never depend on buckets.
+
+    Returns:
+        A hook for `register_comm_hook`, whose state is None.
 
     Raises:
         OptimizerError: `zero` was made without overlap, or on another group; from backward: a
@@ -110,6 +113,18 @@ def hook_with_zero_step_interleaved(
     """Make a communication hook that steps `zero` in the midst of backward.
 
     As `hook_with_zero_step`, for when reductions are fast compared with backward.
+
+    Args:
+        hook: Averages a bucket.
+        ddp: The module it is registered with, on the optimizer's group.
+        zero: Made with ``overlap_with_ddp=True``, over the parameters of `ddp`.
+        shard_buckets: Accepted for compatibility: shards never depend on buckets.
+
+    Returns:
+        A hook for `register_comm_hook`, whose state is None.
+
+    Raises:
+        OptimizerError: As `hook_with_zero_step`.
     """
     del shard_buckets
     stepper = _Stepper(hook, ddp, zero)

@@ -106,19 +106,19 @@ def _reached(group: ProcessGroup, device: torch.device) -> torch.device:
 
 
 def by_number(state_dict: dict[str, Any]) -> State:
-    """Return the parameters' entries in a state dictionary (Any: as torch)."""
+    """Return the parameters' entries in a state dictionary."""
     return {k: v for k, v in state_dict["state"].items() if isinstance(k, int)}
 
 
 def merged(own: dict[str, Any], parts: Sequence[State]) -> dict[str, Any]:
-    """Make a full state dictionary (Any: as torch) of all ranks' parts and one rank's own."""
+    """Make a full state dictionary of all ranks' parts and one rank's own."""
     besides = {k: v for k, v in own["state"].items() if not isinstance(k, int)}
     entries = chain.from_iterable(part.items() for part in parts)
     return {**own, "state": {n: dict(entry) for n, entry in sorted(entries)} | besides}
 
 
 def own_part(full: dict[str, Any], keeps: Callable[[int | None], bool]) -> dict[str, Any]:
-    """Return one rank's part of a full state dictionary (Any: as torch).
+    """Return one rank's part of a full state dictionary.
 
     Args:
         full: Its parameters may have any keys; the order of its groups gives their numbers.

@@ -62,7 +62,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             share; each updates its shard in place, and nothing is exchanged. Shards are those of
             a host's ranks. Takes rank 0's values. Between steps parameters are read, and not
             written by each rank for itself: ``p.mul_(2)`` on every rank multiplies n times.
-        **defaults: Options of `optimizer_class` (Any: theirs), such as ``lr=1e-3``.
+        **defaults: Options of `optimizer_class`, such as ``lr=1e-3``.
 
     Attributes:
         optim: The local optimizer, on this rank's shard.
@@ -153,7 +153,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # ---------------------------------------------------------------- parameters and groups
 
     def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Make the local optimizer's part of a group (Any: options)."""
+        """Make the local optimizer's part of a group."""
         mine = [p for p in group["params"] if p in self._partition.mine]
         return {**_options_of(group), "params": mine}
 
@@ -200,8 +200,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Update this rank's parameters, and have all ranks' new values.
 
         Args:
-            closure: Computes the loss and the gradients, for optimizers that want it (Any: it).
-            **kwargs: Handed to the local optimizer's `step` (Any: theirs).
+            closure: Computes the loss and the gradients, for optimizers that want it.
+            **kwargs: Handed to the local optimizer's `step`.
 
         Returns:
             What the local optimizer's `step` returns: the closure's result, if there is one.
@@ -246,14 +246,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self._shared.rebind()
 
     def update(self, only: Sequence[torch.Tensor] | None = None, **kwargs: Any) -> Any:
-        """Run the local optimizer, with the options that users have set (Any: its own)."""
+        """Run the local optimizer, with the options that users have set."""
         _copy_options(self.param_groups, self.optim.param_groups)
         loss = self.optim.step(**kwargs) if only is None else self._update_only(only)
         _copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
     def _update_only(self, only: Sequence[torch.Tensor]) -> Any:
-        """Run the local optimizer on some of its parameters (Any: its result).
+        """Run the local optimizer on some of its parameters.
 
         Torch's optimizers keep their state by parameter, so one that sees a part of its groups
         does what it does for these parameters when it sees all.
@@ -336,7 +336,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._consolidated = gather_state(self.process_group, mine, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the full state, in the form of the unsharded optimizer's (Any: as torch).
+        """Return the full state, in the form of the unsharded optimizer's.
 
         It is as old as the last `consolidate_state_dict`. Entries of an optimizer under keys that
         are no parameters are this rank's.
@@ -365,7 +365,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return state
 
     def _state_dict_without_hooks(self) -> dict[str, Any]:
-        """Return this rank's part of the state, as it is (Any: as torch)."""
+        """Return this rank's part of the state, as it is."""
         with _without(self._optimizer_state_dict_pre_hooks, self._optimizer_state_dict_post_hooks):
             return super().state_dict()
 
@@ -373,7 +373,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Load this rank's part of a full state: of any world size, or of no sharding at all.
 
         Args:
-            state_dict: What `state_dict` returned on some rank (Any: as torch). The tensors of
+            state_dict: What `state_dict` returned on some rank. The tensors of
                 this rank's part become the optimizer's own, as with torch's optimizers.
 
         Raises:
@@ -403,7 +403,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # ---------------------------------------------------------------- joining
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what steps along on a rank that has run out of inputs (Any: not used)."""
+        """Return what steps along on a rank that has run out of inputs."""
         del kwargs
         return _StepAlong(self)
 
@@ -431,7 +431,7 @@ class _StepAlong(JoinHook):
 
 @contextmanager
 def _without(*all_hooks: dict[int, Any]) -> Iterator[None]:
-    """Empty dictionaries of hooks for a while (Any: hooks); their handles keep working."""
+    """Empty dictionaries of hooks for a while; their handles keep working."""
     kept = [dict(hooks) for hooks in all_hooks]
     for hooks in all_hooks:
         hooks.clear()
@@ -443,7 +443,7 @@ def _without(*all_hooks: dict[int, Any]) -> Iterator[None]:
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a group is not its parameters (Any: options)."""
+    """Return what of a group is not its parameters."""
     return {k: v for k, v in group.items() if k not in _OF_THE_GROUP_ALONE}
 
 
@@ -462,7 +462,7 @@ def _described(groups: Sequence[dict[str, Any]], first_group: int = 0) -> list[s
 
 
 def _as_list(params: Iterable[Any]) -> Any:
-    """Return `params` as torch's constructor takes them (Any), a single tensor as it is."""
+    """Return `params` as torch's constructor takes them, a single tensor as it is."""
     return params if isinstance(params, torch.Tensor) else list(params)
 
 
@@ -495,7 +495,7 @@ def _refuse_other_devices(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copy what is not a parameter from some groups to their counterparts (Any: options)."""
+    """Copy what is not a parameter from some groups to their counterparts."""
     for theirs, ours in zip(source, target, strict=True):
         ours.update(_options_of(theirs))
 

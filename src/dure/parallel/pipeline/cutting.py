@@ -182,6 +182,9 @@ def cut_into_stages(
         sample: The first layer's input, or a tuple of them: costs are measured with it.
         costs: Of each layer, in any unit; instead of measuring.
 
+    Returns:
+        The stages, with their layers and costs.
+
     Raises:
         UsageError: Fewer layers than stages; costs that do not fit; both `sample` and `costs`.
     """

@@ -89,7 +89,7 @@ class Pipe(nn.Module):
         self.num_stages = len(stages)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Run the model (Any: as the model) and return its outputs as a flat tuple, as in torch.
+        """Run the model and return its outputs as a flat tuple, as in torch.
 
         A stage that a schedule runs returns what the model returns.
         """

@@ -89,7 +89,7 @@ class PackedPytree(NamedTuple):
 
 
 def pack(value: Any) -> PackedPytree:
-    """Take a pytree apart (Any: of whatever structure).
+    """Take a pytree apart.
 
     Of a DTensor this rank's part is taken, differentiably: the gradient that comes back is that of
     the part. Pending reductions (Partial) are carried out first, since their parts are no values.
@@ -133,7 +133,7 @@ def _pickled(leaf: object) -> bytes:
 
 
 def unpack(packed: PackedPytree, get_mesh: GetMesh | None = None) -> Any:
-    """Return the pytree (Any: of whatever structure).
+    """Return the pytree.
 
     Args:
         packed: What `pack` returned, on this rank or another.

@@ -260,7 +260,7 @@ class StageTransfers:
         return wire.layouts[number]
 
     def _described(self, transfer: Action, nbytes: int) -> Any:
-        """Return the description or report that follows a header (Any: `pickle`'s)."""
+        """Return the description or report that follows a header."""
         incoming = self._posted[transfer]
         if incoming.description is None:
             data = torch.empty(nbytes, dtype=torch.uint8, device=self.header_device)

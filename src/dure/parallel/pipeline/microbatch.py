@@ -31,12 +31,20 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
-        """Return the specs of positional arguments from their dimensions."""
+        """Return the specs of positional arguments.
+
+        Args:
+            chunk_dims: For each argument, the dimension along which it is cut.
+        """
         return tree_map(TensorChunkSpec, chunk_dims)
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
-        """Return the specs of keyword arguments from their dimensions."""
+        """Return the specs of keyword arguments.
+
+        Args:
+            chunk_dims: For each argument, the dimension along which it is cut.
+        """
         return tree_map(TensorChunkSpec, chunk_dims)
 
 
@@ -148,7 +156,7 @@ def split_args_kwargs_into_chunks(
 
 
 def _split_tree(value: Any, chunks: int, spec: Any) -> list[Any]:
-    """Cut a pytree (Any: of what structure ever)."""
+    """Cut a pytree."""
     leaves, tree = tree_flatten(value)
     specs: list[Any] = []
     if spec is None:
@@ -169,12 +177,15 @@ def _split_tree(value: Any, chunks: int, spec: Any) -> list[Any]:
 
 
 def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
-    """Put the results of microbatches together: the inverse of cutting (Any: pytrees).
+    """Put the results of microbatches together: the inverse of cutting.
 
     Args:
         chunks: One pytree a microbatch.
         chunk_spec: A pytree like each of them; None: tensors are joined along dimension 0 (those
             without dimensions are stacked), anything else must be the same in all.
+
+    Returns:
+        One pytree, like each of the chunks.
 
     Raises:
         UsageError: The chunks differ in structure, or in what is not joined.

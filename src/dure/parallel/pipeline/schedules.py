@@ -214,7 +214,7 @@ class PipelineSchedule:
         loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run forward and backward of a batch (Any: the model's arguments and result).
+        """Run forward and backward of a batch.
 
         Args:
             *args: The model's arguments, not cut: on the rank of the first stage.
@@ -281,7 +281,7 @@ class PipelineSchedule:
         """Run a step on microbatches that are cut already; their shapes may differ.
 
         Args:
-            arg_mbs, kwarg_mbs: The arguments of each microbatch (Any: the model's).
+            arg_mbs, kwarg_mbs: The arguments of each microbatch.
             target_mbs: The target of each.
             losses, return_outputs, loss_kwargs: As of `step`, which see.
 

@@ -128,7 +128,7 @@ class PipelineStage:
 
     @property
     def output_chunks(self) -> list[Any]:
-        """Of the last stage: the outputs of each microbatch, without graphs (Any: pytrees)."""
+        """Of the last stage: the outputs of each microbatch, without graphs."""
         return [self._results[microbatch] for microbatch in sorted(self._results)]
 
     def clear_runtime_states(self) -> None:
@@ -152,7 +152,7 @@ class PipelineStage:
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Run the forward of a microbatch (Any: the module's arguments and result).
+        """Run the forward of a microbatch.
 
         Args:
             fwd_chunk_id: Which one.
@@ -234,7 +234,7 @@ class PipelineStage:
 
 
 def _as_arguments(output: Any) -> tuple[Any, ...]:
-    """Return the arguments of the next stage (Any: a module's output)."""
+    """Return the arguments of the next stage."""
     if type(output) in (tuple, list):
         return tuple(output)
     return (output,)

@@ -46,7 +46,7 @@ def average(group: ProcessGroup, tensor: torch.Tensor) -> torch.futures.Future[t
 
 
 def _first(future: torch.futures.Future[Any]) -> Any:
-    """Return the tensor that a hook's future holds (Any: itself, or in a list)."""
+    """Return the tensor that a hook's future holds."""
     value = future.value()
     return value if isinstance(value, torch.Tensor) else value[0]
 
@@ -59,6 +59,9 @@ def allreduce_hook(
     Args:
         process_group: The ranks; those of the DDP module by default.
         bucket: The gradients.
+
+    Returns:
+        A future of the averaged bucket.
 
     Cost: S bytes, one all_reduce a bucket.
     """
@@ -92,6 +95,9 @@ def fp16_compress_hook(
         process_group: The ranks; those of the DDP module by default.
         bucket: The gradients.
 
+    Returns:
+        A future of the averaged bucket.
+
     Cost: S/2 bytes of float32 gradients, one all_reduce a bucket; two passes over it.
     """
     return _compressed(process_group, bucket, torch.float16)
@@ -105,6 +111,9 @@ def bf16_compress_hook(
     Args:
         process_group: The ranks; those of the DDP module by default.
         bucket: The gradients.
+
+    Returns:
+        A future of the averaged bucket.
 
     Cost: S/2 bytes of float32 gradients, one all_reduce a bucket; two passes over it.
     """

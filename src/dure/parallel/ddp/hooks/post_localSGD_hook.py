@@ -66,6 +66,9 @@ def post_localSGD_hook(
         state: When the first steps end.
         bucket: The gradients.
 
+    Returns:
+        A future of the averaged bucket.
+
     Cost: S bytes, one all_reduce a bucket, over the group whose turn it is.
     """
     early = state.iter < state.start_localSGD_iter

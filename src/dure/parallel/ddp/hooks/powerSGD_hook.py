@@ -289,6 +289,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         state: One for all buckets of a module.
         bucket: The gradients.
 
+    Returns:
+        A future of the averaged bucket.
+
     Cost: two all_reduces a bucket, of rest + r sum(n) and of r sum(m) elements; 4 r n m
     multiplications a matrix; memory for E (as the gradients) and Q.
     Numerics: bitwise the same on all ranks.
