@@ -52,7 +52,7 @@ class TensorBoardWriter:
         per_rank: bool = False,
     ) -> None:
         self._meter, self._every, self._per_rank = meter, max(1, every), per_rank
-        self._num_calls = self._num_told = 0
+        self._num_calls = self._num_reported = 0
         rank = get_rank() if is_initialized() else 0
         folder = Path(log_dir) / f"rank{rank}" if per_rank else Path(log_dir)
         self._writer = _open(folder) if per_rank or rank == 0 else None
@@ -67,8 +67,8 @@ class TensorBoardWriter:
         self._num_calls += 1
         if self._num_calls % self._every:
             return
-        fresh = self._meter.num_steps - self._num_told
-        self._num_told = self._meter.num_steps
+        fresh = self._meter.num_steps - self._num_reported
+        self._num_reported = self._meter.num_steps
         if self._per_rank:
             own = median_split(self._meter.steps(fresh))
             report = StepReport(ranks=(own,), num_steps=fresh)

@@ -191,7 +191,7 @@ class StepMeter:
                 self._step.data += got - asked
                 self._step.samples += self._count(batch)
                 if spans.listeners:
-                    self._tell("data wait", asked, got)
+                    self._emit("data wait", asked, got)
                 yield batch
                 self._asked = asked = self._pause()
         finally:
@@ -259,8 +259,8 @@ class StepMeter:
                 self._modules.append(reduced.modules)
             step.num_bytes += reduced.num_bytes
         elif spans.listeners:  # otherwise the module emits them itself
-            self._tell("forward", self._forward, self._backward)
-            self._tell("backward", self._backward, now)
+            self._emit("forward", self._forward, self._backward)
+            self._emit("backward", self._backward, now)
         step.backward += max(0, now - self._backward - (exposed - before))
         self._forward = self._backward = 0
 
@@ -276,9 +276,9 @@ class StepMeter:
         step.update += now - self._update - inner
         self._updated = True
         if spans.listeners and not inner:
-            self._tell("optimizer", self._update, now)
+            self._emit("optimizer", self._update, now)
 
-    def _tell(self, name: str, start: int, end: int) -> None:
+    def _emit(self, name: str, start: int, end: int) -> None:
         if start:
             spans.emit(spans.Span(name=name, global_rank=self._rank, start_ns=start, end_ns=end))
 

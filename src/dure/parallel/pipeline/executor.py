@@ -226,7 +226,7 @@ class Executor:
             else:
                 self.perform(action)
         if action.kind.is_compute:
-            self._messages.let_go()
+            self._messages.release_completed()
         if spans.listeners:
             self._show(action, start_ns + self._waited_ns)
 

@@ -207,8 +207,8 @@ class StageTransfers:
         assert work is not None
         self._sends.append((work, tensor))
 
-    def let_go(self) -> None:
-        """Let go of tensors whose sends have ended."""
+    def release_completed(self) -> None:
+        """Release tensors whose sends have ended."""
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()[0].wait()
 

@@ -99,14 +99,14 @@ class SlotTransfers(StageTransfers):
 
     def _deliver(self, transfer: Action, number: int, data: bytes, packed: PackedPytree) -> None:
         slot = self._filled(packed)
-        self._tell(transfer, [number, len(data), *slot.place])
+        self._send_header(transfer, [number, len(data), *slot.place])
         self._send_bytes(data, self._receiver(transfer), self._tag(transfer) + 1)
 
     def _deliver_poison(self, transfer: Action, data: bytes) -> None:
-        self._tell(transfer, [self.POISON, len(data), 0, 0, 0, 0, 0])
+        self._send_header(transfer, [self.POISON, len(data), 0, 0, 0, 0, 0])
         self._send_bytes(data, self._receiver(transfer), self._tag(transfer) + 1)
 
-    def _tell(self, transfer: Action, numbers: list[int]) -> None:
+    def _send_header(self, transfer: Action, numbers: list[int]) -> None:
         message = torch.tensor(numbers, device="cpu")
         self._group.send(message, self._receiver(transfer), self._tag(transfer))
 
