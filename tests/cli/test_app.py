@@ -62,6 +62,12 @@ def test_a_launcher_whose_streams_are_closed_runs_its_job(closed: str, tmp_path:
     assert (done.returncode, len(list(tmp_path.glob("ran*")))) == (0, 2)
 
 
+def test_a_launcher_that_may_open_too_few_files_says_so() -> None:
+    words = f"ulimit -n 60; exec {sys.executable} -m dure.cli run --no-python true"
+    done = subprocess.run(["/bin/sh", "-c", words], capture_output=True, check=False)
+    assert (done.returncode, b"Too many open files" in done.stderr) == (1, True)
+
+
 @pytest.mark.parametrize("module", ["dure", "dure.run", "dure.launch"])
 def test_modules_that_torch_users_would_start_are_the_command(module: str) -> None:
     words = [] if module != "dure" else ["run"]

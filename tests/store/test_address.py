@@ -55,6 +55,16 @@ def test_names_and_ports_are_checked() -> None:
     assert not is_local("192.0.2.1")
 
 
+def test_an_address_of_one_link_alone_is_taken_last_and_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(StoreError, match="must not be an address of one link alone"):
+        resolve("fe80::1%lo", 1)
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (ip, 1)) for ip in ("fe80::1", "fd77::1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert resolve("host.local", 1).ip == "fd77::1"
+
+
 @pytest.fixture
 def debian(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give this host a name that means 127.0.1.1, as Debian does, and a network."""

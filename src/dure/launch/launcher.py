@@ -7,6 +7,7 @@ remains on disk whatever ends the launcher. The loop itself is in `dure.launch.r
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -222,8 +223,12 @@ def _secret_memory(name: str) -> Iterator[int]:
     The agent writes the key when it joins; processes that have not inherited it open this one's.
     """
     low = memory_file(name)
-    fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)
-    os.close(low)
+    try:
+        fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)
+    except OSError:  # EINVAL, if the limit is below that number
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from None
+    finally:
+        os.close(low)
     try:
         os.fchmod(fd, 0o600)
         yield fd

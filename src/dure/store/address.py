@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any  # Any: a tuple of five
 
 from dure import env
 from dure.errors import StoreError
@@ -77,7 +78,8 @@ def resolve(host: str, port: int, purpose: str = "the store's host name") -> Add
     """Look `host` up; of several addresses the first IPv4 one is taken, on every rank alike.
 
     Raises:
-        StoreError: The name is unknown here, or a wildcard, or the port is no port.
+        StoreError: The name is unknown here, or a wildcard, or an address of one link alone
+            (fe80::), or the port is no port.
     """
     if not 0 <= port <= 65535:
         raise StoreError("a port must lie between 0 and 65535", seen=f"port {port} for {host}")
@@ -91,9 +93,25 @@ def resolve(host: str, port: int, purpose: str = "the store's host name") -> Add
             seen=f"{host!r}: {error}",
             fix="Check its spelling, use an IP address, or add it to /etc/hosts.",
         ) from None
-    family, _, _, _, where = min(found, key=lambda info: info[0] != socket.AF_INET)
-    check_not_wildcard(str(where[0]), purpose)
-    return Address(family=family, ip=str(where[0]), port=port)
+    family, _, _, _, where = min(found, key=_preference)
+    ip = str(where[0])
+    check_not_wildcard(ip, purpose)
+    if _is_of_link(ip):
+        raise StoreError(
+            f"{purpose} must not be an address of one link alone",
+            seen=f"{ip} for {host!r}; each host reaches it through an interface of its own",
+            fix="Write an IPv4 address or a global or local (fd..) IPv6 one, or a name for that.",
+        )
+    return Address(family=family, ip=ip, port=port)
+
+
+def _preference(found: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Order what `getaddrinfo` found: IPv4 first, addresses of one link alone last."""
+    return found[0] != socket.AF_INET, _is_of_link(str(found[4][0]))
+
+
+def _is_of_link(ip: str) -> bool:
+    return ip.lower().startswith("fe80:")
 
 
 def resolve_shared(

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -138,6 +139,21 @@ def test_only_a_signal_that_ends_the_job_ends_the_search_for_it(
             pause(spec, signals, 0.01)
 
 
+def test_ctrl_c_ends_the_wait_for_hosts_that_do_not_read_the_end_of_the_job(port: int) -> None:
+    spec, key = replace(job(port), lease_s=PATIENCE_S), mint()
+    with caught_signals(spec.signals) as signals:
+        first = HostEndpoint(spec, key, signals=signals, say=lambda line: None)
+        with contextlib.closing(first), linked(spec, key) as second:
+            control = first.reach(settings_of(spec), first=True)
+            assert control is not None
+            second.join("b")
+            os.kill(os.getpid(), signal.SIGINT)
+            began = time.monotonic()
+            first.see_others_off("a", PATIENCE_S)
+            assert time.monotonic() - began < PATIENCE_S / 2
+            control.close()
+
+
 @pytest.mark.parametrize("taken", [False, True])
 def test_who_finds_nobody_says_so_and_names_a_port_that_is_taken(
     port: int, taken: bool, monkeypatch: pytest.MonkeyPatch
@@ -153,7 +169,7 @@ def test_who_finds_nobody_says_so_and_names_a_port_that_is_taken(
             link.join("a")
     assert len(said) == 1
     for text in (said[0], caught.value.seen):
-        assert (f"port {port} of this host is taken" in text) == taken
+        assert (f"port {port} of this host cannot be used" in text) == taken
 
 
 @pytest.mark.parametrize(

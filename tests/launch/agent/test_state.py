@@ -263,11 +263,18 @@ def test_rounds_that_fail_early_are_followed_by_longer_and_longer_pauses() -> No
         ([], "", ["too few hosts came to the endpoint", "(none)"]),
         ([joined("a")], "n:1", ["too few hosts came to n:1", "1 of 2 (host-a)", "--nnodes"]),
         ([joined("a", 1, 0), joined("b", 1, 0)], "n:1", ["node rank that was already in use"]),
+        ([joined("a")], "localhost:1", ["localhost is the host itself on every host"]),
+        ([joined("a")], "127.0.0.1:1", ["127.0.0.1 is the host itself on every host"]),
+        ([joined("a")], "[::1]:1", ["::1 is the host itself on every host"]),
     ],
 )
 def test_too_few_came(came: list[Joined], endpoint: str, why: list[str]) -> None:
     state = JobState(Settings(min_hosts=2, max_hosts=2, join_timeout_s=7, endpoint=endpoint))
     apply(state, *came)
+    if came:
+        waiting = state.action("a")
+        assert isinstance(waiting, Wait)
+        assert ("itself" in waiting.line) == ("itself" in why[0])
     state.apply(Expired("join 0"))
     assert outcome_of(state).code == 1
     assert [word for word in why if word not in outcome_of(state).why] == []

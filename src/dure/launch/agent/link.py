@@ -15,6 +15,7 @@ With etcd no host coordinates (`etcd.EtcdEndpoint`): all find the same keys ther
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import select
 import time
@@ -69,6 +70,8 @@ _OUTCOME_S = 5.0
 _FAREWELL_S = 2.0
 """How much longer than a lease and its margin the coordinator waits for the others to read the end
 of the job."""
+
+_FAREWELL_PAUSE_S = 0.005
 
 _UNKNOWN_S = 10.0
 """How long the endpoint's name may be unknown where names do not come and go with their hosts."""
@@ -282,7 +285,7 @@ class HostEndpoint:
         say: Callable[[str], None],
     ) -> None:
         assert spec.endpoint is not None
-        self._spec = spec
+        self._spec, self._signals = spec, signals
         self._key = control_key(key, spec.endpoint, spec.run_id or "")
         self.secret = self._key.raw
         host, _, port = spec.endpoint.rpartition(":")
@@ -343,7 +346,8 @@ class HostEndpoint:
         try:
             listener = listen(self._there)
         except StoreError as error:  # taken: another agent of this host was first
-            self.trouble = f" (port {self._port} of this host is taken: {error.seen or error})"
+            why = error.seen or error
+            self.trouble = f" (port {self._port} of this host cannot be used: {why})"
             return
         job_key = mint()
         ranks = StoreServer(listen(resolve(self._there.ip, 0)), job_key)
@@ -362,9 +366,16 @@ class HostEndpoint:
         return interface_to(self._there.ip)
 
     def see_others_off(self, agent: str, limit_s: float) -> None:
-        """At the end of the job: wait until the other agents have read it, and left."""
-        if self._coordinator is not None:
-            self._coordinator.is_left.wait(limit_s)
+        """At the end of the job: wait until the other agents have read it, and left.
+
+        A signal that ends the job ends the wait, too.
+        """
+        if self._coordinator is None:
+            return
+        until = time.monotonic() + limit_s
+        with contextlib.suppress(Interrupted):
+            while not self._coordinator.is_left.is_set() and time.monotonic() < until:
+                pause(self._spec, self._signals, _FAREWELL_PAUSE_S)
 
     def close(self) -> None:
         """Stop the servers, if this launcher runs them."""

@@ -286,7 +286,7 @@ class JobState(msgspec.Struct, tag="rounds"):
         why = f"{self.setback}; " if self.setback else ""
         line = (
             f"{why}waiting at {settings.endpoint} until {settings.min_hosts} hosts are there (at "
-            f"most {settings.join_timeout_s:g} s)"
+            f"most {settings.join_timeout_s:g} s){_why_alone(settings.endpoint)}"
         )
         return Wait(f"join {self._gathering}", settings.join_timeout_s, line, _QUIET_S)
 
@@ -313,7 +313,7 @@ class JobState(msgspec.Struct, tag="rounds"):
         )
         if len(hosts) < len(self._agents):
             return f"{why}; other hosts used a node rank that was already in use"
-        return (
+        return _why_alone(settings.endpoint, why) or (
             f"{why}; start the same command on the other hosts, and see there that this port can "
             "be reached and that --nnodes is the same"
         )
@@ -385,6 +385,14 @@ class JobState(msgspec.Struct, tag="rounds"):
         """Say which limit of the user's lets the job fail."""
         most = self.settings.max_restarts
         return f"restarts: {self.restarts} of {most} used" if most else ""
+
+
+def _why_alone(endpoint: str, line: str = "") -> str:
+    """Explain that no other host can reach an endpoint, after `line`; empty if one may."""
+    host = endpoint.rpartition(":")[0].strip("[]")
+    if host not in ("localhost", "::1") and not host.startswith("127."):
+        return ""
+    return f"{line}; {host} is the host itself on every host: name one that the others reach"
 
 
 def assign_nodes(willing: Sequence[Joined], before: Sequence[str], most: int) -> list[Joined]:
