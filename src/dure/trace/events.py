@@ -239,7 +239,11 @@ class Ring:
         return self._num_seen
 
     def append(self, event: Event) -> None:
-        """Keep `event`, and drop the oldest one if the ring is full."""
+        """Keep an event, and drop the oldest one if the ring is full.
+
+        Args:
+            event: The event.
+        """
         with self._lock:
             self._events.append(event)
             self._num_seen += 1
