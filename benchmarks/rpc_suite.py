@@ -39,10 +39,10 @@ import torch
 import torch.distributed.rpc
 
 from dure.cli.machine import conditions
-from dure.rpc.agent import Agent
+from dure.rpc.agent import RpcAgent
+from dure.rpc.codec import Codec
 from dure.rpc.current import current
-from dure.rpc.envelope import Envelope, Kind
-from dure.rpc.message import Codec
+from dure.rpc.message import MessageType, RpcMessage
 from dure.rpc.rref import RRef
 
 LEFT_OUT = Path(__file__).with_name("rpc_left_out.txt")
@@ -145,9 +145,9 @@ class Fixture:
 
 
 CALLS = {
-    Kind.CALL: {"PYTHON_CALL", "SCRIPT_CALL"},
-    Kind.MAKE: {"PYTHON_REMOTE_CALL", "SCRIPT_REMOTE_CALL"},
-    Kind.FETCH: {"PYTHON_RREF_FETCH_CALL", "SCRIPT_RREF_FETCH_CALL"},
+    MessageType.CALL: {"PYTHON_CALL", "SCRIPT_CALL"},
+    MessageType.MAKE: {"PYTHON_REMOTE_CALL", "SCRIPT_REMOTE_CALL"},
+    MessageType.FETCH: {"PYTHON_RREF_FETCH_CALL", "SCRIPT_RREF_FETCH_CALL"},
 }
 """What torch calls messages that are lost for good, or late."""
 
@@ -172,30 +172,30 @@ class FaultyTransport:
         late: Seconds, by torch's names of kinds.
     """
 
-    def __init__(self, agent: Agent, lost: set[str], late: dict[str, float]) -> None:
+    def __init__(self, agent: RpcAgent, lost: set[str], late: dict[str, float]) -> None:
         self._agent, self._under, self._lost, self._late = agent, agent.transport, lost, late
         self._left = NUM_LOST
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._under, name)
 
-    def send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
+    def send(self, to: int, message: RpcMessage, memories: list[torch.Tensor]) -> None:
         """Send a message, or not, or later."""
-        names = CALLS.get(Kind(envelope.kind), set())
+        names = CALLS.get(MessageType(message.kind), set())
         if self._left and names & self._lost:
             self._left -= 1
             self._agent.timers.at(0.0, lambda: self._agent.broken(to))
             return
-        if self._left and envelope.link and RESENT & self._lost:
+        if self._left and message.link and RESENT & self._lost:
             self._left -= 1
-            envelope.link = ()
+            message.link = ()
             self._agent.timers.at(time.monotonic() + 0.1, lambda: self._again(to))
         late = max((self._late.get(name, 0.0) for name in names), default=0.0)
         if late:
             when = time.monotonic() + late
-            self._agent.timers.at(when, lambda: self._under.send(to, envelope, memories))
+            self._agent.timers.at(when, lambda: self._under.send(to, message, memories))
         else:
-            self._under.send(to, envelope, memories)
+            self._under.send(to, message, memories)
 
     def _again(self, to: int) -> None:
         """Send what was lost once more, as after a connection that broke."""

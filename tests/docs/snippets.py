@@ -40,6 +40,11 @@ MODULES = sorted(
 )
 MODULE_FIRST = "from pathlib import Path; import torch; import dure as dist; from dure import fsdp"
 INDENTED = re.compile(r"^( +)```python\n.*?^\1```$", re.MULTILINE | re.DOTALL)
+RPC_FIRST = "; import os; from dure import autograd, rpc; from dure.rpc import RRef"
+RPC_START = (  # not for rpc/api.py, whose examples start and end RPC
+    "; from dure.optim import DistributedOptimizer; from dure.nn import RemoteModule"
+    "; rank = int(os.environ['RANK']); rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2)"
+)
 PIECE = re.compile(
     r"^<!-- (?P<mark>ranks|first|not run):(?P<text>.*?)-->$|^```python\n(?P<block>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -87,6 +92,11 @@ def read(path: Path) -> Snippets:
                 lines[begin : begin + len(code)] = code
     if path.suffix == ".py":
         lines[0] = MODULE_FIRST
+        if "rpc" in path.parts:
+            lines[0] += RPC_FIRST
+            if path.parts[-2:] != ("rpc", "api.py"):
+                lines[0] += RPC_START
+                lines.append("rpc.shutdown()")
     return Snippets(path, ranks, "\n".join(lines), tuple(left_out))
 
 

@@ -24,14 +24,14 @@ import msgspec
 import torch
 
 from dure.errors import PeerLost
-from dure.rpc.agent import Agent
+from dure.rpc.agent import RpcAgent
 from dure.rpc.current import using
-from dure.rpc.envelope import Completion, Envelope, Receiver, Waiter, Work
+from dure.rpc.message import Completion, Receiver, RpcMessage, Waiter, Work
 from dure.rpc.names import WorkerInfo
 
 __all__ = ["Cluster", "LocalTransport", "Network"]
 
-_decoder = msgspec.msgpack.Decoder(Envelope)
+_decoder = msgspec.msgpack.Decoder(RpcMessage)
 
 Event = tuple[bool, Callable[[], Work | None]]
 """Something that a process receives: whether it is a message, and a function that delivers it."""
@@ -122,10 +122,10 @@ class LocalTransport:
     def look(self, to: str | int) -> None:
         """Do nothing: all workers are known from the start."""
 
-    def send(self, to: int, envelope: Envelope, memories: Sequence[torch.Tensor]) -> None:
+    def send(self, to: int, message: RpcMessage, memories: Sequence[torch.Tensor]) -> None:
         """Send a message."""
         copies = [memory.clone() for memory in memories]
-        self.network.send(to, self.id, msgspec.msgpack.encode(envelope), copies)
+        self.network.send(to, self.id, msgspec.msgpack.encode(message), copies)
 
     def ticket(self) -> _Ticket:
         """Return a new ticket."""
@@ -253,13 +253,14 @@ class Cluster:
         infos = [WorkerInfo(f"worker{id}", id) for id in range(size)]
         transports = [LocalTransport(self.network, id, slots) for id in range(size)]
         self.agents = [
-            Agent(info, transport, **how) for info, transport in zip(infos, transports, strict=True)
+            RpcAgent(info, transport, **how)
+            for info, transport in zip(infos, transports, strict=True)
         ]
         for agent in self.agents:
             agent.start()
 
     @contextmanager
-    def on(self, id: int) -> Iterator[Agent]:
+    def on(self, id: int) -> Iterator[RpcAgent]:
         """Make this thread one of a worker's program inside the block."""
         with using(self.agents[id]):
             yield self.agents[id]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rpc.gates import Cluster, Gate, attached
+from tests.rpc.gates import Cluster, Gate
 
 
 @pytest.fixture(autouse=True)
@@ -20,5 +20,5 @@ def _gate() -> Iterator[None]:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """Yield four workers, with distributed autograd."""
-    with attached(4) as made:
+    with Cluster(4) as made:
         yield made

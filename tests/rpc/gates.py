@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from random import Random
 from typing import Any
 
 from dure.rpc import api
-from dure.rpc.autograd.backward import attach
 from tests.rpc.cluster import Cluster as Workers
 from tests.waiting import PATIENCE_S
 
@@ -62,11 +60,3 @@ def fail(text: str) -> None:
 def relay(path: list[str], value: int) -> list[tuple[str, int]]:
     here = [who(value)]
     return here if not path else here + api.rpc_sync(path[0], relay, (path[1:], value + 1))
-
-
-def attached(size: int, random: Random | None = None, slots: int = 16, **how: Any) -> Cluster:
-    """Return a cluster with distributed autograd."""
-    cluster = Cluster(size, random, slots, **how)
-    for agent in cluster.agents:
-        attach(agent)
-    return cluster

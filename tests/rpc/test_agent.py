@@ -10,7 +10,7 @@ import torch
 from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc import api
 from dure.rpc.allow import Allowed
-from dure.rpc.envelope import Envelope
+from dure.rpc.message import RpcMessage
 from dure.rpc.names import WorkerInfo
 from tests.rpc.gates import Cluster, Gate, add, fail, relay, wait_at_gate, who
 from tests.waiting import until
@@ -137,11 +137,11 @@ def test_results_go_back_by_the_callers_device_map() -> None:
         here, there = cluster.agents
         here.device_maps = {"worker1": {one: two}}
         there.device_maps = {"worker0": {three: one}}
-        calls = list[Envelope]()
+        calls = list[RpcMessage]()
         receive = there.receive
-        there.receive = lambda envelope, memories: (
-            calls.append(envelope),
-            receive(envelope, memories),
+        there.receive = lambda message, memories: (
+            calls.append(message),
+            receive(message, memories),
         )[1]
         assert here.rpc_sync("worker1", add, (1, 2)) == 3
         assert calls[0].devices == {"cuda:2": "cuda:1"}

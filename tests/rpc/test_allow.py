@@ -14,7 +14,7 @@ import torch
 
 from dure.errors import RpcError, UsageError
 from dure.rpc.allow import Allowed
-from dure.rpc.message import Body, Codec, ReferenceRow
+from dure.rpc.codec import Body, Codec, ReferenceRow, insert
 from dure.rpc.remote_module import _again  # pyright: ignore[reportPrivateUsage]
 from dure.rpc.rref import value_type
 from dure.rpc.tensors import rebuild
@@ -33,11 +33,12 @@ class Reference:
 def arrive(*values: object) -> Any:
     packed = Codec(Reference).pack(values)
     tensors = rebuild(packed.body.tensors, packed.body.inline, packed.memories)
-    return Codec(allowed=MODULE).unpack(packed.body, tensors, ["reference"])
+    values = Codec(allowed=MODULE).load(packed.body, tensors, ["reference"])
+    return insert(values, packed.body, tensors, ["reference"])
 
 
 def read(forged: bytes, tensor: torch.Tensor, reference: object) -> Any:
-    return Codec(allowed=MODULE).unpack(
+    return Codec(allowed=MODULE).load(
         Body(forged, tensor_at=NESTED), [tensor], references=[reference]
     )
 
@@ -143,8 +144,8 @@ class Target:
     extend = add = __setitem__ = __setstate__ = append  # type: ignore[assignment]
 
 
-TENSOR = b"cdure.rpc.message\n_tensor\n(I0\ntR"
-REFERENCE = b"cdure.rpc.message\n_reference\n(I0\ntR"
+TENSOR = b"cdure.rpc.codec\n_tensor\n(I0\ntR"
+REFERENCE = b"cdure.rpc.codec\n_reference\n(I0\ntR"
 CLASS = b"ctests.rpc.served\nCounter\n"
 FUNCTION = b"ctests.rpc.served\nsettings\n"
 
@@ -183,9 +184,9 @@ def test_a_pickle_has_no_tensor_reference_or_function_in_its_hands(
         b"(ctests.rpc.served\nsettings\no.",  # OBJ
         b"(itests.rpc.served\nsettings\n.",  # INST
         b"\x82\x01.",  # EXT1
-        b"cdure.rpc.message\n_tensor\n.",  # the function that puts tensors in
-        b"cdure.rpc.message\n_tensor\n(I1\ntR.",  # a tensor that the message does not have
-        b"cdure.rpc.message\n_Hole\n.",
+        b"cdure.rpc.codec\n_tensor\n.",  # the function that puts tensors in
+        b"cdure.rpc.codec\n_tensor\n(I1\ntR.",  # a tensor that the message does not have
+        b"cdure.rpc.codec\n_Hole\n.",
         b"Pid\n.",  # PERSID
         b"(" + b"(" * 100_000 + b"t" * 100_001 + b".",  # a tuple of depth 100,000
         b"not a pickle",

@@ -17,6 +17,7 @@ from dure.errors import UsageError
         {"num_worker_threads": 1.5},
         {"num_worker_threads": "3"},
         {"num_worker_threads": 0},
+        {"num_worker_threads": True},
         {"rpc_timeout": float("nan")},
     ],
 )

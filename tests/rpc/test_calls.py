@@ -12,7 +12,7 @@ import torch
 from dure.errors import RpcError
 from dure.rpc import api
 from dure.rpc import calls as module
-from dure.rpc.envelope import Envelope, Kind
+from dure.rpc.message import MessageType, RpcMessage
 from tests.rpc.gates import Cluster, Gate, add, fail, relay, wait_at_gate
 from tests.waiting import PATIENCE_S, until
 
@@ -100,8 +100,12 @@ def test_an_answer_of_another_worker_than_the_callee_is_not_taken() -> None:
         future = api.rpc_async("worker1", wait_at_gate, (5,))
         Gate.wait_for()
         (call,) = agent.calls.all()
-        for kind, made in ((Kind.ANSWER, ()), (Kind.ERROR, ()), (Kind.RELIABLE, (call.number,))):
-            forged = Envelope(kind, 2, call.number, made=made)
+        for kind, made in (
+            (MessageType.ANSWER, ()),
+            (MessageType.ERROR, ()),
+            (MessageType.RELIABLE, (call.number,)),
+        ):
+            forged = RpcMessage(kind, 2, call.number, made=made)
             cluster.agents[2].transport.send(0, forged, ())
         assert api.rpc_sync("worker2", add, (1, 1)) == 2  # what came before it was read
         assert not future.done()

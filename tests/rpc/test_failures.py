@@ -24,7 +24,7 @@ def travel(error: BaseException, **how: Any) -> Any:
         raise error
     except BaseException as raised:
         kept = raised
-    return decode(encode(kept, WORKER), **how)  # here, or pytest would show `kept`, and not be able
+    return decode(encode(kept, WORKER), 1, **how)  # not there, or pytest fails to show `kept`
 
 
 class Lies(Exception):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.rpc.links import Link, Numbered
+from dure.rpc.links import Numbered, ReliableLink
 
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1000)), max_size=80))
 def test_all_arrive_once_and_in_order(moves: list[tuple[int, int]]) -> None:
-    ends = [Link(), Link()]
+    ends = [ReliableLink(), ReliableLink()]
     under_way: list[list[Numbered]] = [[], []]  # by sender
     said: list[list[bytes]] = [[], []]
     heard: list[list[bytes]] = [[], []]
@@ -51,7 +51,7 @@ def test_all_arrive_once_and_in_order(moves: list[tuple[int, int]]) -> None:
 
 
 def test_who_has_received_owes_until_something_is_sent() -> None:
-    one, two = Link(), Link()
+    one, two = ReliableLink(), ReliableLink()
     first = one.send(b"a")
     assert (first.number, len(one.kept), two.acknowledged) == (1, 1, 0)
     assert two.receive(first) == [b"a"]
@@ -65,7 +65,7 @@ def test_who_has_received_owes_until_something_is_sent() -> None:
 
 
 def test_what_comes_early_waits_for_what_is_before_it() -> None:
-    one, two = Link(), Link()
+    one, two = ReliableLink(), ReliableLink()
     first, second = one.send(b"a"), one.send(b"b")
     assert two.receive(second) == []
     assert two.receive(first) == [b"a", b"b"]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dure.errors import RendezvousError
-from dure.rpc.peers import Peer, Peers, _Event
+from dure.rpc.peers import PeerAddress, Peers, _Event
 from dure.store import HashStore
 from dure.store.builds import Build, own_build
 from dure.store.identity import Identity, myself, start_of
@@ -19,9 +19,9 @@ from tests.waiting import PATIENCE_S
 FAR = Identity(1, "then", "elsewhere", "another host")
 
 
-def peer(name: str, id: int = -1, process: Identity | None = None) -> Peer:
+def peer(name: str, id: int = -1, process: Identity | None = None) -> PeerAddress:
     inbox, endpoint = 64, "tcp://127.0.0.1:1"
-    return Peer(name, id, process or myself(), (1, 2, 3), inbox, endpoint, own_build())
+    return PeerAddress(name, id, process or myself(), (1, 2, 3), inbox, endpoint, own_build())
 
 
 def ended() -> Identity:
@@ -67,7 +67,7 @@ def test_a_wrong_name_is_an_error_on_all(names: list[str]) -> None:
 def told(peers: Peers) -> queue.Queue[tuple[str, int, str]]:
     got: queue.Queue[tuple[str, int, str]] = queue.Queue()
 
-    def joined(each: Peer) -> None:
+    def joined(each: PeerAddress) -> None:
         got.put(("joined", each.id, each.name))
 
     peers.watch(joined, lambda id, how: got.put(("gone", id, how)))

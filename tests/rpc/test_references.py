@@ -10,33 +10,34 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dure.rpc.references import (
-    Accepted,
     Action,
     AskFlush,
     Declined,
     Drop,
     Flushed,
     Freed,
-    Gone,
     Held,
     Hold,
-    Lost,
     Message,
+    ReferenceLost,
     References,
     RefId,
     Send,
     Token,
+    TokenAccepted,
     Unsure,
+    ValueGone,
 )
 
 
 @dataclass
-class Call:
+class PendingCall:
     """A call that carries a reference, or makes one."""
 
     ref: RefId
@@ -54,14 +55,14 @@ class World:
     objects: dict[int, Counter[RefId]] = field(default_factory=dict)
     values: dict[RefId, int] = field(default_factory=dict)  # alive, by owner
     made: set[RefId] = field(default_factory=set)
-    links: dict[tuple[int, int], list[Message | Call]] = field(default_factory=dict)
-    late: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
+    links: dict[tuple[int, int], list[Message | PendingCall]] = field(default_factory=dict)
+    late: dict[tuple[int, int], list[PendingCall]] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
     known: set[tuple[int, int]] = field(default_factory=set)  # who knows of whose death
 
     def __post_init__(self) -> None:
         for me in range(self.size):
-            self.nodes[me], self.objects[me] = References(me), Counter()
+            self.nodes[me], self.objects[me] = References(me, count(1).__next__), Counter()
             for other in range(self.size):
                 if other != me:
                     self.links[me, other], self.late[me, other] = [], []
@@ -77,11 +78,11 @@ class World:
     def create(self, me: int, owner: int) -> None:
         ref = self.nodes[me].create(owner)
         self.objects[me][ref] = 1
-        self.links[me, owner].append(Call(ref, owner, ref, makes=True))
+        self.links[me, owner].append(PendingCall(ref, owner, ref, makes=True))
 
     def send(self, me: int, ref: RefId, to: int) -> None:
         owner, token = self.nodes[me].pack(ref, to)
-        self.links[me, to].append(Call(ref, owner, token))
+        self.links[me, to].append(PendingCall(ref, owner, token))
 
     def drop(self, me: int, ref: RefId) -> None:
         self.objects[me] -= Counter([ref])
@@ -96,8 +97,8 @@ class World:
     def break_connection(self, by: int, to: int, fate: int) -> None:
         """Lose some of the calls under way, and let others come late."""
         link = self.links[by, to]
-        calls = [each for each in link if isinstance(each, Call)]
-        self.links[by, to] = [each for each in link if not isinstance(each, Call)]
+        calls = [each for each in link if isinstance(each, PendingCall)]
+        self.links[by, to] = [each for each in link if not isinstance(each, PendingCall)]
         self.late[by, to] += [call for n, call in enumerate(calls) if fate >> n & 1]
         self.do(by, self.nodes[by].unsure(to))
 
@@ -119,9 +120,9 @@ class World:
 
     # --- how ------------------------------------------------------------------------------
 
-    def take(self, by: int, to: int, what: Message | Call) -> None:
+    def take(self, by: int, to: int, what: Message | PendingCall) -> None:
         node = self.nodes[to]
-        if not isinstance(what, Call):
+        if not isinstance(what, PendingCall):
             self.do(to, node.heard(by, what))
             return
         if what.makes:
@@ -144,7 +145,7 @@ class World:
                 case Freed(ref):
                     if ref in self.made:  # else a reference overtook the call, and was dropped
                         assert self.values.pop(ref) == me
-                case Lost(ref):
+                case ReferenceLost(ref):
                     self.objects[me].pop(ref, None)
 
     def move(self, kind: int, number: int) -> None:
@@ -264,7 +265,7 @@ def hand_on(owner: References, ref: RefId, to: References) -> None:
     to.arrived(ref, owner.me, owner.me, token)
     owner.heard(to.me, Hold(ref))
     to.heard(owner.me, Held(ref))
-    owner.heard(to.me, Accepted(token))
+    owner.heard(to.me, TokenAccepted(token))
 
 
 def test_a_reference_passed_on_by_one_that_dies_is_kept() -> None:
@@ -317,6 +318,12 @@ def test_the_last_drop_frees() -> None:
     _, token = owner.pack(ref, 1)
     owner.dropped(ref)
     owner.heard(1, Hold(ref))
-    assert owner.heard(1, Accepted(token)) == []
+    assert owner.heard(1, TokenAccepted(token)) == []
     assert owner.heard(1, Drop(ref)) == [Freed(ref)]
-    assert owner.heard(1, Hold(ref)) == [Send(1, Gone(ref))]
+    assert owner.heard(1, Hold(ref)) == [Send(1, ValueGone(ref))]
+
+
+def test_a_reference_cannot_be_guessed_from_others() -> None:
+    owner = References(0)
+    numbers = sorted(owner.own()[1] for _ in range(20))
+    assert min(b - a for a, b in zip(numbers, numbers[1:], strict=False)) > 1_000_000

@@ -15,7 +15,7 @@ from dure.optim import DistributedOptimizer
 from dure.rpc import api
 from dure.rpc.allow import Allowed
 from dure.rpc.rref import RRef
-from tests.rpc.gates import Cluster, attached
+from tests.rpc.gates import Cluster
 
 
 class Scale(torch.nn.Module):
@@ -105,14 +105,14 @@ def test_what_is_wrong(cluster: Cluster) -> None:
         with pytest.raises(ValueError, match=r"returns an instance of <class nn\.Module>"):
             RemoteModule("worker1", bad).forward()
         for device in ("", "/cpu", "worker1/toaster", "rank:one"):
-            with pytest.raises(UsageError, match="names no device"):
+            with pytest.raises(UsageError, match="must name a worker and a device"):
                 RemoteModule(device, Scale, (3.0,))
         with pytest.raises(RpcError, match="could not find destination"):
             RemoteModule("nobody", Scale, (3.0,))
 
 
 def test_a_list_of_what_is_allowed_holds_for_classes_and_methods() -> None:
-    with attached(2, allow=Allowed([Scale, torch.optim.SGD])) as cluster, cluster.on(0):
+    with Cluster(2, allow=Allowed([Scale, torch.optim.SGD])) as cluster, cluster.on(0):
         module = RemoteModule("worker1", Scale, (3.0,))
         assert module(torch.ones(1)).tolist() == [3.0]
         parameters = module.eval().remote_parameters()

@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from dure.rpc import sockets
-from dure.rpc.sockets import Assembly, Sockets, Told, frames_of
+from dure.rpc.sockets import Assembly, SocketReceiver, Sockets, frames_of
 from dure.store.address import is_refused, resolve
 from dure.store.listener import listen
 from dure.store.silence import ListeningClock
@@ -59,7 +59,7 @@ def test_frames_that_continue_nothing_are_refused() -> None:
             assembly.take(wrong)
 
 
-class Lost(Told):
+class Lost(SocketReceiver):
     """Notes which processes cannot be reached."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def test_a_process_of_another_host_that_is_busy_is_looked_for_as_long_as_hosts_m
         busy.accept()[0].close()
         busy.accept()[0].close()
         assert lost.peers == []
-    (way,) = opened._ways.values()
+    (way,) = opened._connections.values()
     assert opened._patience_s(way) == 3600
 
 
@@ -135,7 +135,7 @@ def test_processes_are_looked_for_again_after_a_pause_of_this_one(opened: Socket
 # --- a connection that breaks while an answer is on its way back ----------------------------------
 
 
-class Noted(Told):
+class Noted(SocketReceiver):
     """Notes what is reported, in order."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Peer:
 
     def close_what_leads_to_it(self) -> None:
         self._router.close()
-        (way,) = self._to._ways.values()
+        (way,) = self._to._connections.values()
         until(lambda: not way.open, "a connection that is seen to break")
 
     def close(self) -> None:
@@ -237,9 +237,9 @@ def test_a_connection_that_broke_alone_is_reported_at_the_limit_and_drops_what_w
 ) -> None:
     peer.greet()
     peer.close_what_leads_to_it()
-    (way,) = opened._ways.values()
+    (way,) = opened._connections.values()
     opened.send(1, way.endpoint, False, b"sent into the break", ())
-    opened._leave(lambda: opened._broken.update({way: 0.0}))
+    opened._post(lambda: opened._broken.update({way: 0.0}))
     until(lambda: "broken" in noted.events, "a report of the break")
     assert noted.events[:2] == [b"first", "broken"]
     assert not way.queue

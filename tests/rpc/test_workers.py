@@ -14,7 +14,7 @@ import torch
 
 from dure import native
 from dure.rpc import workers as module
-from dure.rpc.envelope import Completion
+from dure.rpc.message import Completion
 from dure.rpc.workers import Workers
 from tests.waiting import PATIENCE_S, until
 

@@ -1,11 +1,11 @@
 """The agent: one process's part in remote calls.
 
-It knows the other processes, receives messages, and sends them, with what else is queued for their
-receivers. Its parts are the calls that it makes (`caller`), those that it runs (`callee`), the
-values of its messages (`payloads`), and the values that references stand for (`values`).
+It knows the other processes, receives messages, and sends them. Its parts are the calls that it
+makes (`caller`), those that it runs (`callee`), the contents of messages (`payloads`), the values
+of references (`values`), and distributed autograd (`autograd.backward`).
 
 Threads: one lock guards all tables. No message is sent, and no code of the program runs, while it
-is held: a step puts such actions on a list, and they run after the step (`Agent.step`).
+is held: such actions are put on a list, and run when it is released (`RpcAgent.step`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,27 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dure.errors import PeerLost, RpcError
 from dure.rpc.allow import Allowed
+from dure.rpc.autograd.backward import Contexts
 from dure.rpc.callee import Callee
 from dure.rpc.caller import Caller
+from dure.rpc.codec import Packed
 from dure.rpc.directory import Directory, Peer
-from dure.rpc.envelope import Completion, Envelope, GradientTag, Kind, Received, Transport, Work
 from dure.rpc.links import Numbered
-from dure.rpc.message import Packed
+from dure.rpc.message import (
+    Completion,
+    GradientTag,
+    MessageType,
+    Received,
+    RpcMessage,
+    Transport,
+    Work,
+)
 from dure.rpc.names import WorkerInfo
 from dure.rpc.payloads import NOTHING, Function, Payloads
 from dure.rpc.recording import Recorder
@@ -34,21 +43,18 @@ from dure.rpc.termination import Gatherings
 from dure.rpc.timers import Timers
 from dure.rpc.values import TOPIC, Value, Values
 
-if TYPE_CHECKING:
-    from dure.rpc.autograd.backward import Contexts
+__all__ = ["RpcAgent"]
 
-__all__ = ["Agent"]
-
-_CALLS = frozenset({Kind.CALL, Kind.MAKE, Kind.FETCH})
+_CALLS = frozenset({MessageType.CALL, MessageType.MAKE, MessageType.FETCH})
 _NO_CONTEXT = nullcontext()
 _WITHOUT_FINALIZERS = frozenset({None, type(None), bool, int, float, str, bytes, torch.Tensor})
-"""Types of values that run no code of the program when they are freed."""
+"""Types of values whose finalizers run no code of the program."""
 
 
-class _Step:
-    """See `Agent.step`; not a generator, which would cost as much as the rest of a small step."""
+class _LockedStep:
+    """See `RpcAgent.step`; not a generator, which would double the cost of a small step."""
 
-    def __init__(self, agent: Agent, except_for: int) -> None:
+    def __init__(self, agent: RpcAgent, except_for: int) -> None:
         self._agent, self._except_for = agent, except_for
 
     def __enter__(self) -> None:
@@ -65,14 +71,14 @@ class _Step:
             agent.flush(self._except_for)
 
 
-class Agent:
+class RpcAgent:
     """The agent of a process.
 
     Args:
         me: This process.
         transport: Carries messages; not started yet.
-        timeout: Of calls that have none, in seconds; 0 is none.
-        allow: What others may call; None: everything.
+        timeout: Of calls that specify none, in seconds; 0 for none.
+        allow: The functions that others may call; if None, all.
         static: Whether no process joins later.
 
     Attributes:
@@ -81,10 +87,10 @@ class Agent:
         payloads: Packs and unpacks values.
         values: The values of references.
         directory: The processes.
-        gradients: The contexts of distributed autograd, if there are any.
+        gradients: The contexts of distributed autograd.
         device_maps: For each worker, by name, the worker's device for each device of this process.
         lock: Guards all tables.
-        todo: Actions that run after a step.
+        todo: Actions that run when the lock is released.
     """
 
     def __init__(
@@ -97,10 +103,9 @@ class Agent:
     ) -> None:
         self.me, self.transport, self.timeout, self.static = me, transport, timeout, static
         self.allow = allow
-        self.gradients: Contexts | None = None
         self.device_maps: Mapping[str, Mapping[torch.device, torch.device]] = {}
         self.timers = Timers()
-        self.lock = threading.RLock()  # reentrant, so that a finalizer in a step gets an error
+        self.lock = threading.RLock()  # reentrant, so that calls of finalizers can be refused
         self.todo: list[Callable[[], None]] = []
         self.directory = Directory(self.timers, self._send_waiting, transport.look)
         self.find, self.info = self.directory.find, self.directory.info
@@ -114,7 +119,7 @@ class Agent:
         self.payloads = Payloads(self)
         self.callee = Callee(self)
         self.gatherings = Gatherings(self)
-        self._handlers: dict[int, Callable[[int, bytes], None]] = {}
+        self.gradients = Contexts(me, self)
 
     def start(self) -> None:
         """Start to receive."""
@@ -143,7 +148,7 @@ class Agent:
                 self.recorder.joined(id)
 
     def died(self, id: int, how: str) -> None:
-        """Remove a process for good; the transport calls this."""
+        """Remove a process that is gone for good; the transport calls this."""
         with self.step():
             if self.lost(id) is not None:
                 return
@@ -153,8 +158,7 @@ class Agent:
             for call in self.calls.all(id):
                 self.todo.append(partial(self.caller.fail, call, self.lost(id) or lost))
             self.todo.append(partial(self.calls.unblock, peer))
-            if self.gradients is not None:
-                self.todo.append(partial(self.gradients.lost, id, lost))
+            self.todo.append(partial(self.gradients.lost, id, lost))
             self.values.died(id)
             self.todo.append(partial(self.gatherings.died, peer.info.name, lost))
 
@@ -172,62 +176,65 @@ class Agent:
                     fix="Call again if running twice does no harm.",
                 )
                 self.todo.append(partial(self.caller.fail, call, error))
-            if self.gradients is not None:
-                error = RpcError(text + "gradients were lost")
-                self.todo.append(partial(self.gradients.lost, id, error))
+            error = RpcError(text + "gradients were lost")
+            self.todo.append(partial(self.gradients.lost, id, error))
             self.values.broken(id)
             self.directory.again(id)
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def receive(self, envelope: Envelope, memories: Sequence[torch.Tensor]) -> Work | None:
+    def receive(self, message: RpcMessage, memories: Sequence[torch.Tensor]) -> Work | None:
         """Receive a message; the transport calls this. Returns the work for a thread, if any."""
-        kind = envelope.kind
-        received, called = Received(envelope, memories), kind in _CALLS
-        if envelope.link or envelope.body.references or kind == Kind.MAKE:
+        kind = message.kind
+        received, called = Received(message, memories), kind in _CALLS
+        if message.link or message.body.references or kind == MessageType.MAKE:
             self._receive_tables(received, called)
-        for number in envelope.made:
+        for number in message.made:
             self.caller.made(number, received)
         if called:
             return self.callee.accept(received)
-        if kind == Kind.GRADIENTS:
+        if kind == MessageType.GRADIENTS:
             return self._receive_gradients(received)
-        if kind == Kind.RELIABLE:
+        if kind == MessageType.RELIABLE:
             return None
         return self.caller.answered(received)
 
     def _receive_gradients(self, received: Received) -> Work | None:
-        contexts, backward = self.gradients, received.envelope.make
-        if contexts is None or backward is None:
-            return None
-        work = partial(contexts.arrive, backward, partial(self.payloads.unpack, received))
-        if contexts.waits(backward, work):
+        number = received.message.make
+        if number is None:
+            raise TypeError("gradients without a backward pass")
+        work = partial(
+            self.gradients.arrive,
+            number,
+            received.message.sender,
+            partial(self.payloads.unpack, received),
+        )
+        if self.gradients.waits(number, work):
             return None
         return self.callee.as_work(lambda _: work())
 
     def _receive_tables(self, received: Received, called: bool) -> None:
         """Handle reliable messages, and count references before their message is unpacked."""
-        envelope, sender = received.envelope, received.envelope.sender
+        message, sender = received.message, received.message.sender
         with self.step(except_for=sender if called else -1):
-            for body in self.directory.receive(sender, envelope.link):
-                if body[0] == TOPIC:
-                    self.values.hear(sender, body[1:])
-                else:
-                    self.todo.append(partial(self._handlers[body[0]], sender, body[1:]))
+            for body in self.directory.receive(sender, message.link):
+                handle = self.values.hear if body[0] == TOPIC else self.gradients.receive
+                self.todo.append(partial(handle, sender, body[1:]))
             for work in self.directory.take_deferred(sender):
                 self.todo.append(partial(self.submit, self.callee.as_work(work)))
-            rows = envelope.body.references
+            rows = message.body.references
             received.references = [self.values.take(row, sender) for row in rows]
-            if envelope.kind == Kind.MAKE:
-                assert envelope.make is not None
-                received.made = self.values.take_make(envelope.make, sender)
+            if message.kind == MessageType.MAKE:
+                if message.make is None:
+                    raise TypeError("a call that makes a value, without a reference")
+                received.made = self.values.take_make(message.make, sender)
 
     # --- sending -----------------------------------------------------------------------------
 
     def send(
         self,
         peer: Peer,
-        kind: Kind,
+        kind: MessageType,
         number: int = 0,
         packed: Packed = NOTHING,
         tag: GradientTag | None = None,
@@ -244,14 +251,14 @@ class Agent:
         if peer.queued or peer.made or peer.link.acknowledged < peer.link.received:
             with self.lock:
                 link, made = self.directory.take(peer)
-        if kind is Kind.RELIABLE and not link and not made:
+        if kind is MessageType.RELIABLE and not link and not made:
             return
-        envelope = Envelope(
+        message = RpcMessage(
             kind, self.me.id, number, packed.body, (), tag, make, link, devices, made
         )
-        if kind is Kind.FETCH:
-            envelope.after = peer.link.sent
-        self.transport.send(peer.id, envelope, packed.memories)
+        if kind is MessageType.FETCH:
+            message.after = peer.link.sent
+        self.transport.send(peer.id, message, packed.memories)
 
     def send_gradients(self, to: int, backward: tuple[int, int], values: tuple[Any, ...]) -> None:
         """Send gradients of a backward pass; they are lost if the connection breaks.
@@ -261,14 +268,14 @@ class Agent:
         """
         peer = self.directory.reach(self.info(to))
         packed = self.payloads.pack_gradients(values, peer.info)
-        self.send(peer, Kind.GRADIENTS, packed=packed, make=backward)
+        self.send(peer, MessageType.GRADIENTS, packed=packed, make=backward)
 
     def send_reliably(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
         """Send a message that arrives once, as long as both processes live.
 
         Args:
             to: The receiver.
-            topic: 1 to 255; the receiver's handler of this topic (`on`) is called.
+            topic: Of the module that handles it: `values.TOPIC`, `autograd.backward.TOPIC`.
             body: The message.
             hurry: Whether it is sent at once, or with the next message or a little later.
 
@@ -281,32 +288,28 @@ class Agent:
                 raise lost
             self.queue(to, topic, body, hurry)
 
-    def on(self, topic: int, handler: Callable[[int, bytes], None]) -> None:
-        """Set the function called with sender and body of messages; it must return quickly."""
-        self._handlers[topic] = handler
-
     def queue(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
-        """With the lock: leave a reliable message for the next message that is sent."""
+        """With the lock: queue a reliable message, to travel with the next message."""
         self.directory.queue(to, bytes((topic,)) + body, hurry)
 
     def step(self, except_for: int = -1) -> AbstractContextManager[None]:
-        """Hold the lock within; after it, run what is on the list and send what is queued.
+        """Hold the lock in a block; after it, run the actions on the list and send queued messages.
 
         Args:
-            except_for: The process that gets nothing yet, because an answer to it follows.
+            except_for: A process to which queued messages are not sent yet: an answer follows.
         """
-        return _Step(self, except_for)
+        return _LockedStep(self, except_for)
 
     def flush(self, except_for: int = -1) -> None:
-        """Send what is queued."""
+        """Send queued messages."""
         with self.lock:
             due = [peer for id, peer in self.directory.due.items() if id != except_for]
         for peer in due:
             self._send_waiting(peer)
 
     def _send_waiting(self, peer: Peer) -> None:
-        with suppress(PeerLost):  # `died` is called, or has been
-            self.send(peer, Kind.RELIABLE)
+        with suppress(PeerLost):  # `died` handles that
+            self.send(peer, MessageType.RELIABLE)
 
     # --- running code of the program ---------------------------------------------------------
 
@@ -325,7 +328,7 @@ class Agent:
 
     def serving(self, tag: GradientTag | None) -> AbstractContextManager[None]:
         """Return the context of distributed autograd in which a call is served."""
-        if tag is None or self.gradients is None:
+        if tag is None:
             return _NO_CONTEXT
         return self.gradients.serving(tag)
 
@@ -333,37 +336,37 @@ class Agent:
         """Return a method of an object that others may call.
 
         Raises:
-            RpcError: They may not.
+            RpcError: It is not allowed.
         """
         return getattr(owner, name) if self.allow is None else self.allow.method(owner, name)
 
-    # --- figures, and the end ----------------------------------------------------------------
+    # --- statistics, and the end -------------------------------------------------------------
 
     def activity(self) -> tuple[int, int]:
-        """Return how many calls were made here, and how many are under way or run here now."""
+        """Return how many calls were made here, and how many are pending or run here."""
         with self.lock:
             waiting = sum(call.counted for call in self.calls.all())
             return self.calls.made, waiting + self.callee.num_running
 
     def debug_info(self) -> dict[str, str]:
-        """Return counts of calls and references, for people, with torch's names."""
+        """Return counts of calls and references, with torch's names."""
         with self.lock:
             calls = self.calls.all()
             owned, holds, _, unsettled = self.values.counts
-            figures = {
+            counts = {
                 "num_owner_rrefs": owned,
                 "num_pending_users": unsettled,
-                "num_pending_futures": sum(call.kind == Kind.MAKE for call in calls),
+                "num_pending_futures": sum(call.kind == MessageType.MAKE for call in calls),
                 "num_forks": holds,
                 "agent.num_pending_requests": len(calls),
                 "agent.num_running_requests": self.callee.num_running,
                 "agent.num_requests": self.calls.made,
                 "agent.bytes_in_flight": self.calls.nbytes,
             }
-        return {name: str(figure) for name, figure in figures.items()}
+        return {name: str(count) for name, count in counts.items()}
 
     def held(self) -> list[str]:
-        """Describe the values that others still hold of this process, and it of others."""
+        """Describe the references to values of this process, and of this process to others."""
         return self.values.held({worker.id: worker.name for worker in self.workers})
 
     def close(self, known: bool = False) -> None:

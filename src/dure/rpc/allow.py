@@ -1,10 +1,10 @@
-"""The list of what others may call in this process: `init_rpc(allow=[...])`.
+"""The list of functions that others may call in this process: `init_rpc(allow=[...])`.
 
-A list has functions, classes and modules. A module allows the functions and classes that are
+A list contains functions, classes and modules. A module allows the functions and classes that are
 *defined* in it, and not those that it imports. With a list, a message may name nothing else, and
-its values are plain, tensors or references (`message`). Names with dots reach into classes and so
-around the list: a method is called on a value that is stored here (`method`), if its class is
-allowed.
+its values are plain, tensors or references (`codec`). Names with dots could reach methods without
+the checks of the list: a method is called on a value that is stored here (`method`), if its class
+is allowed.
 
 Without a list every process of the job may call everything, as its processes trust each other.
 """
@@ -28,18 +28,18 @@ _OWN = {
     "dure.rpc.rref": {"call_method", "run_backward", "value_type"},
     "dure.rpc.termination": {"enter", "report"},
 }
-"""Functions that RPC itself calls. The program's functions that they run must be on the list."""
+"""Functions of RPC itself. Functions of the program that they run must be on the list."""
 
 
 class Allowed:
-    """A list of what may be called.
+    """The functions, classes and modules that others may call.
 
     Args:
         things: Functions, classes and modules.
 
     Raises:
-        UsageError: One of them is something else, or has no name by which it could be found: a
-            lambda, a partial, a bound method, a function within a function, a builtin.
+        UsageError: One of them is something else, or cannot be found by its name: a lambda, a
+            partial, a bound method, a function within a function, a builtin.
     """
 
     def __init__(self, things: Iterable[object]) -> None:

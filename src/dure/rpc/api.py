@@ -1,4 +1,4 @@
-"""The beginning and the end of RPC, calls, references and workers: what programs use."""
+"""The public functions of RPC: start and end, calls, references and workers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 
 from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc import backend_registry, profiling
-from dure.rpc.agent import Agent
+from dure.rpc.agent import RpcAgent
 from dure.rpc.allow import Allowed
-from dure.rpc.autograd.backward import attach
 from dure.rpc.backend_registry import RpcBackendOptions, TensorPipeRpcBackendOptions
 from dure.rpc.caller import UNSET, To
 from dure.rpc.checks import check, check_seconds
 from dure.rpc.current import current, is_set, set_current
-from dure.rpc.meeting import Meeting, connect
+from dure.rpc.joining import JoinOptions, connect
 from dure.rpc.names import WorkerInfo
 from dure.rpc.payloads import Args, Kwargs
 from dure.rpc.peers import MOST_IDS
@@ -46,14 +45,14 @@ if not TYPE_CHECKING:
 
 T = TypeVar("T")
 Function = Callable[..., torch.futures.Future[T] | T]
-"""A function whose result, or whose future's (`functions.async_execution`), is a T."""
+"""A function that returns a T, or a future of a T (`functions.async_execution`)."""
 
 _log = logs.logger("rpc")
 
 _profiler_runs = torch.autograd._profiler_enabled  # pyright: ignore
 
 _here = threading.local()
-"""`futures`: those that `_wait_all` waits for."""
+"""`futures`: the futures that `_wait_all` waits for."""
 
 
 def init_rpc(
@@ -66,26 +65,42 @@ def init_rpc(
     allow: Iterable[object] | None = None,
     store: Store | None = None,
 ) -> None:
-    """Let this process call others, and others call it.
+    """Join a world of RPC: this process can call others, and others can call it.
 
     Args:
-        name: Unique among those that are there; letters, digits, `_`, `-` and `:`, under 128.
-        backend: A member of `BackendType`.
-        rank: This process's id; -1: the environment's, or, where processes come and go, any.
-        world_size: How many there are; -1: the environment's; None: processes come and go.
-        rpc_backend_options: Threads, timeouts, where to meet (`TensorPipeRpcBackendOptions`).
-        allow: Functions, classes and modules that others may call; None: everything. With a list,
-            messages bring plain values, tensors, references and these functions only.
-        store: A store to meet in, in place of the options' `init_method`.
+        name: A name that no other running worker has: fewer than 128 letters, digits, `_`, `-` and
+            `:`.
+        backend: A member of `BackendType`; if None, the one of the options.
+        rank: This process's id, below 65,536. If -1, that of the environment (RANK), or with
+            dynamic membership any.
+        world_size: The number of processes. If -1, that of the environment (WORLD_SIZE). If None,
+            membership is dynamic: processes join and leave at any time.
+        rpc_backend_options: Threads, timeouts and where the processes meet
+            (`TensorPipeRpcBackendOptions`).
+        allow: Functions, classes and modules that others may call; if None, all. With a list,
+            messages contain only plain values, tensors, references and these functions.
+        store: A store to meet in, instead of the options' `init_method`.
 
     Collective:
-        With a world size all call, and wait for each other.
+        With a world size all processes call, and wait for each other.
 
     Raises:
-        RpcError: RPC is initialized already, or the name cannot be one.
-        RendezvousError: The processes could not meet, or two have one name.
-        UsageError: An argument is of the wrong kind, or the rank too large; something of `allow`
-            cannot be allowed by name.
+        RpcError: RPC is initialized already, or the name is invalid.
+        RendezvousError: The processes could not meet, or two have the same name.
+        UsageError: An argument has the wrong type, the rank is too large, or something in `allow`
+            cannot be found by its name.
+        TypeError: `backend` or the options have the wrong type.
+
+    Cost:
+        A few messages to the store per process. Four Python threads: two that
+        receive, one for sockets and one for timers; with several hosts or dynamic membership, one
+        more.
+
+    Example:
+        ```python
+        rank = int(os.environ["RANK"])
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+        ```
     """
     options = rpc_backend_options
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
@@ -110,7 +125,7 @@ def init_rpc(
         raise TypeError(f"{text}, not {options!r}")
     _check_place(name, rank, world_size, store)
     allowed = None if allow is None else Allowed(allow)
-    meeting = Meeting(
+    joining = JoinOptions(
         name=name,
         rank=rank,
         world_size=world_size,
@@ -119,13 +134,12 @@ def init_rpc(
         timeout=timedelta(seconds=min(options.rpc_timeout or 1800.0, 86_400.0)),
     )
     with ExitStack() as opened:
-        transport = connect(meeting, options.num_worker_threads)
+        transport = connect(joining, options.num_worker_threads)
         opened.callback(transport.close)
         me = WorkerInfo(name, transport.peers.own_id)
-        agent = Agent(me, transport, options.rpc_timeout, allowed, static=world_size is not None)
+        agent = RpcAgent(me, transport, options.rpc_timeout, allowed, static=world_size is not None)
         opened.callback(agent.close)
         agent.device_maps = options.device_maps
-        attach(agent)
         profiling.follow_profiler()
         set_current(agent)
         opened.callback(set_current, None)
@@ -136,8 +150,8 @@ def init_rpc(
 
 
 @logs.never_fails
-def _report(agent: Agent, options: TensorPipeRpcBackendOptions) -> None:
-    """Write one line about the world of RPC that this process has joined."""
+def _report(agent: RpcAgent, options: TensorPipeRpcBackendOptions) -> None:
+    """Log the world of RPC that this process has joined."""
     first = min(worker.id for worker in agent.workers)
     count = len(agent.workers)
     workers = f"{count} worker{'s' if count > 1 else ''}" if agent.static else "dynamic membership"
@@ -150,60 +164,29 @@ def _report(agent: Agent, options: TensorPipeRpcBackendOptions) -> None:
 
 
 def _check_place(name: object, rank: object, world_size: object, store: object) -> None:
-    """Tell at once what cannot be a process's place in a world.
+    """Check arguments of `init_rpc`.
 
     Raises:
-        UsageError: It is of the wrong kind, or too large.
-        RpcError: The name cannot be one.
+        UsageError: One has the wrong type, or the rank is too large.
+        RpcError: The name is invalid.
     """
-    op, fix = "init_rpc", "Leave it out, or give -1, for the environment's."
-    check(name, str, "the name of a worker is a string", op=op, fix="Give each one of its own.")
-    check(rank, int, "a rank is a whole number", op=op, fix=fix)
-    check(world_size, int | None, "a world size is a whole number", op=op, fix=fix)
-    check(store, Store | None, "this is no store", op=op, fix="Give one of `dure.store`.")
+    op, fix = "init_rpc", "Omit it, or pass -1 for the value of the environment."
+    check(name, str, "name must be a string", op=op, fix="Give each worker another name.")
+    check(rank, int, "rank must be an int", op=op, fix=fix)
+    check(world_size, int | None, "world_size must be an int or None", op=op, fix=fix)
+    check(store, Store | None, "store must be a Store", op=op, fix="Pass one of `dure.store`.")
     assert isinstance(name, str)
     assert isinstance(rank, int)
     WorkerInfo(name, 0)
     if rank >= MOST_IDS:
-        most = f"Ranks are below {MOST_IDS:,}; leave it out for any, where processes come and go."
+        most = f"Ranks are below {MOST_IDS:,}; with dynamic membership, omit it for any."
         raise UsageError("the rank is too large", op=op, seen=str(rank), fix=most)
-
-
-def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """End RPC in this process.
-
-    Args:
-        graceful: Wait until all workers have called this and no call is under way anywhere,
-            nested ones too; who dies counts as done. Where processes come and go: until no call of
-            this process is under way and none runs here.
-        timeout: Seconds; 0 is none.
-
-    Collective:
-        With `graceful` and a world size all call, and wait for each other.
-
-    Raises:
-        RpcError: RPC has not been initialized, or the time is over; it has ended here all the same.
-    """
-    agent = current()
-    check_seconds(timeout, "shutdown")
-    together = False
-    try:
-        if graceful:
-            (wait_all_workers if agent.static else wait_for_own)(agent, timeout)
-            together = agent.static
-            for held in agent.held():
-                _log.info("at the end of RPC the program still holds %s", held)
-    finally:
-        set_current(None)
-        agent.close(known=together)
-        if not recording():
-            signals.remove()
 
 
 def _all_gather(  # pyright: ignore[reportUnusedFunction]
     obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET
 ) -> dict[str, Any]:
-    """Return the objects of all workers, by their names."""
+    """Return the objects of all workers, by the workers' names."""
     agent = current()
     seconds = agent.timeout if timeout < 0 else timeout
     try:
@@ -215,38 +198,61 @@ def _all_gather(  # pyright: ignore[reportUnusedFunction]
 
 
 def _barrier(worker_names: Collection[str]) -> None:  # pyright: ignore[reportUnusedFunction]
-    """Wait for the workers named, this one among them, which wait for each other."""
+    """Wait until all named workers have called this; this worker is one of them."""
     all_gather(current(), None, worker_names)
 
 
 def is_available() -> bool:
-    """Whether there is RPC: always."""
+    """Whether RPC is available: always True.
+
+    Returns:
+        True. If the native engine is not supported on this system, `init_rpc` raises `UsageError`.
+
+    Example:
+        ```python
+        assert rpc.is_available()
+        ```
+    """
     return True
 
 
 def rpc_sync(
     to: To, func: Function[T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
 ) -> T:
-    """Call a function of another process, or of this one, and return what it returns.
+    """Call a function in another process, or in this one, and wait for its result.
 
-    The function goes by name, the arguments are copied; tensors share memory there where they do
-    here. It runs at most once.
+    The function is sent by its name. Arguments and results are copied; tensors that share memory
+    share it in the other process, too. The function runs at most once.
 
     Args:
-        to: Name, id or `WorkerInfo`.
-        func: A function that the callee has under the same name.
+        to: The callee: a name, an id or a `WorkerInfo`.
+        func: A function that the callee can import under the same name.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        timeout: Seconds; -1: the default, 0: none. A function that runs longer is not stopped.
+        timeout: Seconds; -1 for the default, 0 for none. After the timeout the function is not
+            stopped.
+
+    Returns:
+        The result of the function.
 
     Raises:
-        Exception: What the function raises: its type, the remote traceback in its text.
+        Exception: Raised by the function: the same type, with the remote traceback in its text.
         PeerLost: The callee is gone.
-        RpcError: The time is over; the connection broke, and the call may have run; something
-            cannot be sent; there is no such worker; the callee does not allow it.
+        RpcError: The call timed out; the connection broke, and the function may have run;
+            something cannot be sent; there is no such worker; the callee does not allow the
+            function.
+        UsageError: An argument has the wrong type.
 
     Cost:
-        One message there and one back.
+        One message to the callee and one back.
+
+    Threads: any; the calling thread receives messages while it waits.
+
+    Example:
+        ```python
+        total = rpc.rpc_sync(f"worker{1 - rank}", torch.add, (torch.ones(2), 3))
+        assert total.tolist() == [4.0, 4.0]
+        ```
     """
     if _profiler_runs():
         return profiling.call(current(), "sync", to, func, args, kwargs, timeout)
@@ -256,14 +262,35 @@ def rpc_sync(
 def rpc_async(
     to: To, func: Function[T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
 ) -> torch.futures.Future[T]:
-    """Begin to call a function of another process; arguments and errors as in `rpc_sync`.
+    """Start to call a function in another process, and return a future of its result.
 
     The arguments may be changed when this returns. It waits only in threads of the program, while
     more than 1 GiB of unanswered calls to that process is under way.
 
+    Args:
+        to: The callee: a name, an id or a `WorkerInfo`.
+        func: A function that the callee can import under the same name.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        timeout: Seconds; -1 for the default, 0 for none. After the timeout the function is not
+            stopped.
+
     Returns:
-        A future of what the function returns; errors that come after this are raised by it, and
-        that the callee is gone.
+        A future. Its `wait` returns the function's result, or raises the errors of `rpc_sync` that
+        occur after this returns, and `PeerLost` if the callee is gone.
+
+    Raises:
+        RpcError: Something cannot be sent, or there is no such worker.
+        UsageError: An argument has the wrong type.
+
+    Cost:
+        One message to the callee and one back.
+
+    Example:
+        ```python
+        futures = [rpc.rpc_async(f"worker{1 - rank}", max, (n, 1)) for n in range(3)]
+        assert [future.wait() for future in futures] == [1, 1, 2]
+        ```
     """
     future: torch.futures.Future[T]
     try:
@@ -282,10 +309,33 @@ def rpc_async(
 def remote(
     to: To, func: Function[T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
 ) -> RRef[T]:
-    """Begin to call a function of another process that keeps the result; arguments as `rpc_sync`.
+    """Start to call a function in another process, which keeps the result and owns it.
+
+    Args:
+        to: The callee: a name, an id or a `WorkerInfo`.
+        func: A function that the callee can import under the same name.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        timeout: Seconds; -1 for the default, 0 for none. After the timeout the function is not
+            stopped.
 
     Returns:
-        A reference to the result, at once; what goes wrong is raised by its methods.
+        A reference to the result, at once. Its methods raise the errors of the call.
+
+    Raises:
+        PeerLost: The callee is gone.
+        RpcError: Something cannot be sent, or there is no such worker.
+        UsageError: An argument has the wrong type.
+
+    Cost:
+        One message to the callee; the reports that the value was made and that this process holds
+        it travel with other messages.
+
+    Example:
+        ```python
+        weight = rpc.remote(f"worker{1 - rank}", torch.zeros, (2, 2))
+        assert weight.to_here().shape == (2, 2)
+        ```
     """
     if _profiler_runs():
         return profiling.call(current(), "remote", to, func, args, kwargs, timeout)
@@ -293,23 +343,87 @@ def remote(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Return name and id of a worker; None: of this process.
+    """Return the name and id of a worker.
+
+    Args:
+        worker_name: Its name; if None, this process.
+
+    Returns:
+        A `WorkerInfo`.
 
     Raises:
-        RpcError: There is no such worker.
-        PeerLost: It is gone.
+        RpcError: RPC has not been initialized, or there is no such worker.
+        PeerLost: The worker is gone.
+
+    Example:
+        ```python
+        assert rpc.get_worker_info().id == rank
+        ```
     """
     agent = current()
     return agent.me if worker_name is None else agent.find(worker_name)
 
 
 def get_rpc_timeout() -> float:
-    """Return the timeout of calls that give none, in seconds; 0 is none."""
+    """Return the timeout of calls that specify none.
+
+    Returns:
+        Seconds; 0 for no timeout.
+
+    Raises:
+        RpcError: RPC has not been initialized.
+
+    Example:
+        ```python
+        assert rpc.get_rpc_timeout() == 60.0
+        ```
+    """
     return current().timeout
 
 
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """End RPC in this process.
+
+    Args:
+        graceful: Whether to wait first: with a world size, until all workers have called this and
+            no call is pending or runs on any of them, where a worker that dies counts as done; with
+            dynamic membership, until no call of this process is pending and none runs here.
+        timeout: How long to wait, in seconds; 0 for no limit.
+
+    Collective:
+        With `graceful` and a world size all workers call, and wait for each other.
+
+    Raises:
+        RpcError: RPC has not been initialized, or the wait has timed out; RPC has ended in this
+            process anyway.
+        UsageError: `timeout` is not a number of seconds.
+
+    Cost:
+        With `graceful` and a world size four or more calls per worker.
+
+    Example:
+        ```python
+        rpc.shutdown()  # a worker that only serves calls waits here until the others are done
+        ```
+    """
+    agent = current()
+    check_seconds(timeout, "shutdown")
+    together = False
+    try:
+        if graceful:
+            (wait_all_workers if agent.static else wait_for_own)(agent, timeout)
+            together = agent.static
+            for held in agent.held():
+                _log.info("at the end of RPC the program still holds %s", held)
+    finally:
+        set_current(None)
+        agent.close(known=together)
+        if not recording():
+            signals.remove()
+
+
 def _set_rpc_timeout(rpc_timeout: float) -> None:  # pyright: ignore[reportUnusedFunction]
-    """Set the timeout of calls that are made from now on and give none."""
+    """Set the timeout of later calls that specify none."""
     check_seconds(rpc_timeout, "_set_rpc_timeout")
     current().timeout = rpc_timeout
 
@@ -321,7 +435,7 @@ def _is_current_rpc_agent_set() -> bool:  # pyright: ignore[reportUnusedFunction
 
 @contextmanager
 def _wait_all() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    """At the end: wait for all futures that `rpc_async` has returned within, in this thread.
+    """At the end of a block, wait for all futures that `rpc_async` returned to this thread in it.
 
     Raises:
         Exception: The first error of one of them.
@@ -337,11 +451,11 @@ def _wait_all() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:  # pyright: ignore[reportUnusedFunction]
-    """Return how many references there are."""
+    """Return the counts of references."""
     figures = current().debug_info()
     return {name: figure for name, figure in figures.items() if name.startswith("num_")}
 
 
 def _get_debug_info() -> dict[str, str]:  # pyright: ignore[reportUnusedFunction]
-    """Return figures of calls and references, for people."""
+    """Return the counts of calls and references."""
     return current().debug_info()

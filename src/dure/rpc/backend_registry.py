@@ -1,6 +1,6 @@
-"""What `init_rpc` can be told: options, and backends by name, as torch has them.
+"""Options of `init_rpc`, and backends by name, as in torch.
 
-There is one backend, and programs may add others.
+Dure has one backend; programs may register others.
 """
 
 from __future__ import annotations
@@ -31,24 +31,34 @@ Device = int | str | torch.device
 
 
 class RpcBackendOptions:
-    """Options of any backend.
+    """Options that all backends have.
 
     Args:
-        rpc_timeout: Of calls that give none, in seconds; 0 is none.
-        init_method: Where the workers meet: `env://`, `tcp://HOST:PORT`, `file:///PATH`.
+        rpc_timeout: The timeout of calls that specify none, in seconds; 0 for none.
+        init_method: Where the workers meet: `env://`, `tcp://HOST:PORT` or `file:///PATH`.
+
+    Raises:
+        TypeError: `rpc_timeout` is not a number.
+        UsageError: `rpc_timeout` is negative, or `init_method` is not a string.
+
+    Example:
+        ```python
+        options = rpc.RpcBackendOptions(rpc_timeout=10.0)
+        assert options.init_method == "env://"
+        ```
     """
 
     def __init__(self, rpc_timeout: float = 60.0, init_method: str | None = "env://") -> None:
         if not isinstance(rpc_timeout, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"incompatible constructor arguments: rpc_timeout is a number of seconds, "
-                f"not {rpc_timeout!r}"
+                "incompatible constructor arguments: rpc_timeout must be a number of seconds, "
+                f"got {rpc_timeout!r}"
             )
         check_seconds(rpc_timeout, "RpcBackendOptions")
         check(
             init_method,
             str | None,
-            "an `init_method` is a string",
+            "init_method must be a string or None",
             op="RpcBackendOptions",
             fix="Write env://, tcp://HOST:PORT or file:///PATH.",
         )
@@ -56,15 +66,26 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """Options of the backend that there is; the name is torch's.
+    """Options of Dure's backend, which has torch's name.
 
     Args:
-        num_worker_threads: How many calls of others run at a time; those that wait for another call
+        num_worker_threads: How many calls of others run at a time; calls that wait for another call
             do not count.
-        rpc_timeout: Of calls that give none, in seconds; 0 is none.
-        init_method: Where the workers meet: `env://`, `tcp://HOST:PORT`, `file:///PATH`.
-        device_maps: For each callee, by name, where tensors of this process's devices belong.
-        devices: Accepted; all devices may be used.
+        rpc_timeout: The timeout of calls that specify none, in seconds; 0 for none.
+        init_method: Where the workers meet: `env://`, `tcp://HOST:PORT` or `file:///PATH`.
+        device_maps: For each callee, by name, the callee's device for each device of this process.
+        devices: Accepted for torch; all devices may be used.
+
+    Raises:
+        TypeError: `rpc_timeout` is not a number.
+        UsageError: Another argument is invalid.
+
+    Example:
+        ```python
+        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=10.0)
+        options.set_device_map("worker1", {"cuda:0": "cuda:1"})
+        assert options.device_maps["worker1"][torch.device("cuda:0")] == torch.device("cuda:1")
+        ```
     """
 
     def __init__(
@@ -79,12 +100,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         _channels: object = None,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
-        if not isinstance(num_worker_threads, int) or num_worker_threads < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(
-                "at least one thread runs calls",
-                seen=repr(num_worker_threads),
-                fix="Give a whole number of threads.",
-            )
+        fix = "Pass the number of threads that run calls."
+        what = "num_worker_threads must be an int of 1 or more"
+        check(num_worker_threads, int, what, op="RpcBackendOptions", fix=fix)
+        if num_worker_threads < 1:
+            raise UsageError(what, op="RpcBackendOptions", seen=str(num_worker_threads), fix=fix)
         self.num_worker_threads = num_worker_threads
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
         self.devices: list[torch.device] = []
@@ -93,10 +113,14 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.set_devices(devices or ())
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
-        """Say where tensors of this process's devices belong at the worker `to`.
+        """Set the devices of a worker to which tensors of this process's devices are sent.
+
+        Args:
+            to: The worker's name.
+            device_map: For each device of this process, the worker's device.
 
         Raises:
-            UsageError: Two devices belong to one, or a device would belong to two.
+            UsageError: Two devices map to one, or one device to two.
         """
         known = self.device_maps.setdefault(to, {})
         for here, there in device_map.items():
@@ -115,10 +139,13 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             known[source] = target
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """Say which devices of this process calls use.
+        """Set the devices of this process that calls use.
+
+        Args:
+            devices: CUDA devices.
 
         Raises:
-            UsageError: One is no CUDA device.
+            UsageError: One is not a CUDA device.
         """
         self.devices = [torch.device(device) for device in devices]
         for device in self.devices:
@@ -127,7 +154,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 
 class BackendValue(NamedTuple):
-    """What a backend is made of."""
+    """The two functions of a backend; the arguments of `register_backend`."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any] | None
@@ -140,13 +167,31 @@ def _options(
 
 
 class BackendType(enum.Enum):
-    """The backends. It is another enumeration after `register_backend`."""
+    """The backends, by name. After `register_backend`, `rpc.BackendType` is a new enumeration.
+
+    Example:
+        ```python
+        assert rpc.BackendType.TENSORPIPE.name == "TENSORPIPE"
+        ```
+    """
 
     TENSORPIPE = BackendValue(_options, None)
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether there is a backend of that name."""
+    """Whether a backend is registered.
+
+    Args:
+        backend_name: Its name.
+
+    Returns:
+        Whether `BackendType` has this member.
+
+    Example:
+        ```python
+        assert rpc.backend_registered("TENSORPIPE")
+        ```
+    """
     return backend_name in BackendType.__members__
 
 
@@ -155,17 +200,26 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> BackendType:
-    """Add a backend, and return its type.
+    """Register a backend.
 
     Args:
         backend_name: Its name.
-        construct_rpc_backend_options_handler: Called with timeout, init_method and others; returns
-            options.
-        init_backend_handler: Called with store, name, rank, world size and options; returns the
-            agent.
+        construct_rpc_backend_options_handler: Called with timeout, init_method and other keyword
+            arguments; returns options.
+        init_backend_handler: Called by `init_rpc` with store, name, rank, world size and options;
+            returns the agent.
+
+    Returns:
+        The member of the new `BackendType`.
 
     Raises:
-        RpcError: There is one of that name.
+        RpcError: A backend of that name is registered.
+
+    Example:
+        ```python
+        made = rpc.register_backend("MINE", rpc.RpcBackendOptions, lambda *arguments: None)
+        assert rpc.construct_rpc_backend_options(made, rpc_timeout=5.0).rpc_timeout == 5.0
+        ```
     """
     global BackendType
     if backend_registered(backend_name):
@@ -182,5 +236,22 @@ def construct_rpc_backend_options(
     init_method: str | None = "env://",
     **kwargs: Any,
 ) -> RpcBackendOptions:
-    """Return options for a backend."""
+    """Return options for a backend.
+
+    Args:
+        backend: A member of `BackendType`.
+        rpc_timeout: The timeout of calls that specify none, in seconds; 0 for none.
+        init_method: Where the workers meet.
+        kwargs: Other options of the backend.
+
+    Returns:
+        What the backend's `construct_rpc_backend_options_handler` returns.
+
+    Example:
+        ```python
+        backend = rpc.BackendType.TENSORPIPE
+        options = rpc.construct_rpc_backend_options(backend, num_worker_threads=4)
+        assert options.num_worker_threads == 4
+        ```
+    """
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)

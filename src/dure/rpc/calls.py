@@ -1,10 +1,10 @@
-"""The calls of a process that are under way: who is called, room for more, and time.
+"""The table of a process's pending calls, with its limits on bytes and time.
 
-**Room.** How many bytes of unanswered calls are under way to each process is counted, and a thread
-of the program waits while there are too many. Others do not: their calls are what frees the room.
+**Bytes.** The bytes of unanswered calls to each process are counted, and a thread of the program
+waits while there are too many. Threads that run calls do not wait: their calls let others end.
 
-**Time.** All calls have deadlines, and hardly any is reached: one timer, for the earliest, looks at
-all calls that are under way then.
+**Time.** All calls have deadlines, and few reach them: one timer, for the earliest deadline, checks
+all pending calls when it expires.
 """
 
 from __future__ import annotations
@@ -22,44 +22,46 @@ import torch
 
 from dure.errors import RpcError
 from dure.rpc.directory import Peer
-from dure.rpc.envelope import Kind, Transport, Waiter
+from dure.rpc.message import MessageType, Transport, Waiter
 from dure.rpc.references import RefId
 from dure.rpc.timers import Timers
-from dure.trace.flight import Noted
 
 if TYPE_CHECKING:
     from dure.rpc.caller import Caller
 
-__all__ = ["MOST_BYTES", "Call", "CallFuture", "Calls"]
+__all__ = ["MOST_BYTES", "CallFuture", "PendingCall", "PendingCalls"]
 
 MOST_BYTES = 1 << 30
-"""How much of unanswered calls to one process may be under way before the program must wait."""
+"""The bytes of unanswered calls to one process above which threads of the program wait."""
 
 
-class Call(msgspec.Struct, eq=False):
+class PendingCall(msgspec.Struct, eq=False):
     """A call that was made.
 
     Attributes:
-        ticket: Complete when the outcome is known; with `notify`, when that completes it.
-        outcome: The answer, or an error.
+        function: Its name, for error messages.
+        seconds: Its timeout; 0 if none.
+        ticket: Set when the outcome is known; if there is `notify`, by that.
         notify: Called once with the call, by a thread that may run code of the program.
+        make: The reference that it makes or fetches.
+        counted: False for calls of RPC's own, for which no shutdown waits.
         quick: Whether `notify` runs no code of the program, except to unpickle.
         awaited: Whether a waiting thread will call `notify`.
-        counted: False for calls of RPC's own, which no shutdown waits for.
         noted: Its entry in the flight recorder.
+        outcome: The answer (`Received`), or an error.
     """
 
-    kind: Kind
+    kind: MessageType
     peer: Peer
     function: str
-    ref: RefId | None
-    ticket: Waiter
     seconds: float
-    deadline: float
-    nbytes: int
-    notify: Callable[[Call], None] | None
-    counted: bool
-    noted: Noted
+    ticket: Waiter
+    notify: Callable[[PendingCall], None] | None = None
+    make: RefId | None = None
+    counted: bool = True
+    deadline: float = inf
+    nbytes: int = 0
+    noted: Any = None
     quick: bool = False
     awaited: bool = False
     number: int = 0
@@ -67,42 +69,42 @@ class Call(msgspec.Struct, eq=False):
 
     @property
     def what(self) -> str:
-        """The call, for people."""
+        """The call, for error messages."""
         return f"{self.function} on {self.peer.info.name}"
 
 
 class CallFuture(torch.futures.Future[Any]):
-    """A future of torch's whose waiting thread receives messages.
+    """A `torch.futures.Future` whose waiting thread receives messages.
 
-    Callbacks run in a thread of RPC's that counts as one that runs a call. Those that C++ adds
+    Callbacks run in a thread of RPC that counts as running a call. Callbacks that C++ adds
     (`torch.futures.collect_all`) are not known here: they may run in a thread that waits for this
-    very future.
+    future.
     """
 
     caller: Caller
-    call: Call
+    call: PendingCall
 
     def wait(self) -> Any:
         """Wait for the answer, and return the value.
 
         Raises:
-            Exception: What the callee has raised, or what went wrong on the way.
+            Exception: Raised by the callee, or by the way to it.
         """
         if not self.done():
             self.caller.wait_until_notified(self.call)
         return self.value() if self.done() else super().wait()
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
-        """Have something done with the future when it is done; see torch."""
+        """Return a future of what a callback returns for this one; see torch."""
         self.call.quick = False
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
-        """Have something called when the future is done; see torch."""
+        """Have a function called when the future is done; see torch."""
         self.call.quick = False
         super().add_done_callback(callback)
 
-    def complete(self, call: Call) -> None:
+    def complete(self, call: PendingCall) -> None:
         """Set the outcome of the call; a waiting thread does not wait for callbacks."""
         try:
             value = self.caller.result(call)
@@ -113,18 +115,18 @@ class CallFuture(torch.futures.Future[Any]):
         self.set_result(value)
 
 
-class Calls:
+class PendingCalls:
     """The table.
 
     Args:
-        lock: The agent's; the methods take it, but for those that say otherwise.
+        lock: The agent's lock; the methods take it, except those that say otherwise.
         transport: Carries the calls.
         timers: For deadlines.
-        fail: Told of a call whose time is over, and the error.
+        fail: Called with a call that has timed out, and the error.
 
     Attributes:
-        made: How many there were, but for RPC's own.
-        closed: Whether there are to be no more.
+        made: How many calls were made, without RPC's own.
+        closed: Whether no more calls may be made.
     """
 
     def __init__(
@@ -132,23 +134,26 @@ class Calls:
         lock: AbstractContextManager[Any],
         transport: Transport,
         timers: Timers,
-        fail: Callable[[Call, Exception], None],
+        fail: Callable[[PendingCall, Exception], None],
     ) -> None:
         self._lock, self._transport, self._timers, self._fail = lock, transport, timers, fail
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._number = self.made = 0
         self._sweep_at = inf
         self.closed = False
 
-    def add(self, call: Call, may_wait: bool) -> bool:
-        """Put a call into the table, when there is room; False: the callee is gone.
+    def add(self, call: PendingCall, may_wait: bool) -> bool:
+        """Put a call into the table, when few enough bytes are under way.
 
         Args:
-            call: The call; gets its number.
-            may_wait: Whether there must be room.
+            call: The call; its number is set.
+            may_wait: Whether to wait while too many bytes are under way.
+
+        Returns:
+            False if the callee is gone.
 
         Raises:
-            RpcError: There was no room within the call's timeout.
+            RpcError: Too many bytes were under way for the call's timeout.
         """
         peer = call.peer
         while True:
@@ -173,8 +178,8 @@ class Calls:
             self._sweep_by(call.deadline)
         return True
 
-    def take(self, number: int, sender: int | None = None) -> Call | None:
-        """Take a call out of the table; None: it has ended, or `sender` is not who was called."""
+    def take(self, number: int, sender: int | None = None) -> PendingCall | None:
+        """Remove and return a call; None if it has ended, or if `sender` is not its callee."""
         with self._lock:
             try:
                 call = self._calls[number]
@@ -189,19 +194,19 @@ class Calls:
         return call
 
     def unblock(self, peer: Peer) -> None:
-        """Wake who waits for room, to look again."""
+        """Wake threads that wait until fewer bytes are under way."""
         with self._lock:
             blocked, peer.blocked = peer.blocked, []
         for ticket in blocked:
             self._transport.complete(ticket)
 
-    def all(self, to: int | None = None) -> list[Call]:
-        """With the lock: return those under way, to one process or all."""
+    def all(self, to: int | None = None) -> list[PendingCall]:
+        """With the lock: return the pending calls, to one process or all."""
         return [call for call in self._calls.values() if to is None or call.peer.id == to]
 
     @property
     def nbytes(self) -> int:
-        """How much is under way."""
+        """The bytes under way."""
         return sum(call.nbytes for call in self._calls.values())
 
     def _sweep_by(self, when: float) -> None:
@@ -212,7 +217,7 @@ class Calls:
         self._timers.at(when, self._sweep)
 
     def _sweep(self) -> None:
-        """End the calls whose time is over, and look again when the next one's is."""
+        """End the calls that have timed out, and set the timer for the next deadline."""
         now = monotonic()
         with self._lock:
             calls = self.all()
@@ -225,7 +230,7 @@ class Calls:
             self._sweep_by(due)
 
 
-def _timeout(call: Call) -> RpcError:
+def _timeout(call: PendingCall) -> RpcError:
     return RpcError(
         f"RPC ran for more than set timeout ({call.seconds * 1000:.0f} ms) and will now be "
         "marked with an error",
@@ -236,19 +241,19 @@ def _timeout(call: Call) -> RpcError:
 
 
 def _raise(failed: Callable[[], BaseException]) -> None:
-    """Raise a new exception for what a future has.
+    """Raise a new exception for the error of a future.
 
-    Were it one and the same, its traceback would hold the frames that hold the future, in a circle
+    The traceback of a shared exception would hold the frames that hold the future, in a cycle
     through C++ that Python cannot see, so that neither they nor their tensors were ever freed.
     """
     raise failed()
 
 
 def _another(error: BaseException) -> BaseException:
-    """Return an exception like one that was raised here."""
+    """Return a copy of an exception that was raised here."""
     try:
         another = copy(error)
-    except Exception:  # one that cannot be made of its `args`
+    except Exception:  # it cannot be made of its `args`
         another = RpcError(f"{type(error).__module__}.{type(error).__qualname__}", seen=str(error))
     another.__cause__ = error.__cause__
     return another

@@ -1,4 +1,4 @@
-"""What programs give that is of the wrong kind is told at once, in a typed error."""
+"""Checks of arguments that raise typed errors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["check", "check_seconds"]
 
 
 def check(value: object, kind: type | UnionType, what: str, *, op: str = "", fix: str = "") -> None:
-    """Raise `UsageError` if a value is of another type; `what` says what it should be."""
-    if not isinstance(value, kind):
+    """Raise `UsageError` with the text `what` if a value is not of a type; no bool is an int."""
+    if not isinstance(value, kind) or isinstance(value, bool):
         raise UsageError(what, op=op, seen=repr(value), fix=fix)
 
 
 def check_seconds(value: object, op: str) -> None:
-    """Raise `UsageError` if a value is no timeout."""
-    if not isinstance(value, int | float) or not value >= 0:
+    """Raise `UsageError` if a value is not a timeout."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
         raise UsageError(
-            "a timeout is 0 or more seconds",
+            "timeout must be 0 or more seconds",
             op=op,
             seen=repr(value),
-            fix="Give a number; 0 is none.",
+            fix="Pass a number; 0 for none.",
         )

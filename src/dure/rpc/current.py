@@ -1,4 +1,4 @@
-"""Which agent the calling thread means: the process's, or, in tests, one of several."""
+"""The agent of the calling thread: that of the process, or in tests one of several."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import TYPE_CHECKING
 from dure.errors import RpcError
 
 if TYPE_CHECKING:
-    from dure.rpc.agent import Agent
+    from dure.rpc.agent import RpcAgent
 
 __all__ = ["current", "here", "is_set", "set_current", "using"]
 
 
-class _Here(threading.local):
-    """What a thread does for RPC.
+class _ThreadState(threading.local):
+    """The state of a thread.
 
     Attributes:
-        agent: The one it means, if not the process's.
+        agent: Its agent, if not the process's.
         serves: Whether it runs a call.
         context: The context of distributed autograd that it is in.
     """
 
-    agent: Agent | None = None
+    agent: RpcAgent | None = None
     serves = False
     context: int | None = None
 
 
-here = _Here()
-_process: list[Agent] = []
+here = _ThreadState()
+_process: list[RpcAgent] = []
 
 
 def _forget() -> None:
-    """In a forked child: the agent is the parent's, and so are its threads and its references."""
+    """In a forked child: forget the agent, whose threads and references are the parent's."""
     for agent in _process:
         agent.calls.closed = True
     _process.clear()
@@ -45,11 +45,11 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def current() -> Agent:
+def current() -> RpcAgent:
     """Return the agent of this thread, or of the process.
 
     Raises:
-        RpcError: There is none.
+        RpcError: RPC has not been initialized.
     """
     agent = here.agent or (_process[0] if _process else None)
     if agent is None:
@@ -61,18 +61,18 @@ def current() -> Agent:
 
 
 def is_set() -> bool:
-    """Whether there is an agent."""
+    """Whether RPC has been initialized."""
     return bool(_process) or here.agent is not None
 
 
-def set_current(agent: Agent | None) -> None:
+def set_current(agent: RpcAgent | None) -> None:
     """Set the process's agent."""
     _process[:] = [] if agent is None else [agent]
 
 
 @contextmanager
-def using(agent: Agent) -> Iterator[None]:
-    """While within: `current` is `agent` for this thread."""
+def using(agent: RpcAgent) -> Iterator[None]:
+    """Let `current` return `agent` in this thread, for a block."""
     before, here.agent = here.agent, agent
     try:
         yield

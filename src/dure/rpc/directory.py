@@ -1,8 +1,8 @@
-"""Who is there, who was, and what is to be sent to each of them.
+"""The processes that this one knows, and the messages that are queued for each.
 
-What must arrive, of references and of distributed autograd, is numbered by a link (`links`) and
-rides along with other messages, or goes by itself. What is in no hurry waits a little for a message
-to ride along with; so do acknowledgements, and that a value was made, which is lost with the
+Reliable messages (of references and of distributed autograd) are numbered by a link (`links`), and
+travel with other messages, or by themselves. Those that are not urgent wait a little for another
+message; so do acknowledgements, and reports that a value was made, which are lost with the
 connection as an answer is.
 """
 
@@ -14,8 +14,8 @@ from functools import partial
 from time import monotonic
 
 from dure.errors import PeerLost, RpcError, UsageError
-from dure.rpc.envelope import Waiter, Work
-from dure.rpc.links import Link, Numbered
+from dure.rpc.links import Numbered, ReliableLink
+from dure.rpc.message import Waiter, Work
 from dure.rpc.names import WorkerInfo
 from dure.rpc.timers import Timers
 
@@ -26,23 +26,23 @@ _LATER_S = 0.005
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A process, this one among them.
+    """A process; this one is one of them.
 
     Attributes:
         id: Its id.
-        ended: How, if it is gone.
-        queued: What goes with the next message to it.
-        made: Its calls whose values have been made, of which it is to be told.
-        deferred: Calls of it that wait for a message of the link, by its number.
-        timed: Whether what waits is sent before long.
-        nbytes: Of this process's calls to it that are not answered.
-        blocked: Who waits for these to be fewer.
+        ended: How it ended; None if it is not gone.
+        queued: Reliable messages to send with the next message to it.
+        made: Its MAKE calls that have succeeded, to report with the next message to it.
+        deferred: Its calls that wait for a reliable message, by the message's number.
+        timed: Whether a timer will send what is queued.
+        nbytes: Bytes of this process's unanswered calls to it.
+        blocked: Waiters of threads that wait until these are fewer.
     """
 
     info: WorkerInfo
     id: int = field(init=False)
     ended: str | None = None
-    link: Link = field(default_factory=Link)
+    link: ReliableLink = field(default_factory=ReliableLink)
     queued: list[Numbered] = field(default_factory=list[Numbered])
     made: list[int] = field(default_factory=list[int])
     deferred: list[tuple[int, Work]] = field(default_factory=list[tuple[int, Work]])
@@ -58,12 +58,12 @@ class Directory:
     """The processes that this one knows.
 
     Args:
-        timers: For what waits.
-        flush: Called with whom something is to be sent to, without the lock.
-        look: Finds out whether one of that name, or id, has joined meanwhile.
+        timers: For messages that are not urgent.
+        flush: Called without the lock with a peer whose queued messages are due.
+        look: Checks whether a process of that name or id has joined since.
 
     Attributes:
-        due: Whom something is to be sent to now, by id.
+        due: The peers whose queued messages are sent at once, by id.
 
     Threads: the agent's lock guards changes; `reach`, `info` and `lost` need none.
     """
@@ -77,33 +77,33 @@ class Directory:
         self.due: dict[int, Peer] = {}
 
     def add(self, worker: WorkerInfo) -> None:
-        """Take note of one that joined."""
+        """Add a process that joined."""
         self._named[worker.name] = self._peers.setdefault(worker.id, Peer(worker))
 
     def remove(self, id: int, how: str) -> Peer:
-        """Take note of one that is gone for good, and how it ended."""
+        """Mark a process as gone for good, and how it ended."""
         peer = self._peers.setdefault(id, Peer(WorkerInfo(str(id), id)))
-        peer.ended, peer.link = how, Link()
+        peer.ended, peer.link = how, ReliableLink()
         peer.queued, peer.made, peer.deferred = [], [], []
         self.due.pop(id, None)
         return peer
 
     def get(self, id: int) -> Peer | None:
-        """Return one that is there."""
+        """Return a process; None if it is unknown or gone."""
         peer = self._peers.get(id)
         return peer if peer is not None and peer.ended is None else None
 
     def workers(self) -> list[WorkerInfo]:
-        """Return who is there, by id."""
+        """Return the processes that are not gone, by id."""
         return [peer.info for _, peer in sorted(self._peers.items()) if peer.ended is None]
 
     def reach(self, to: str | int | WorkerInfo) -> Peer:
-        """Return who is meant; by its `WorkerInfo` one that is gone, too.
+        """Return the process with a name, an id or a `WorkerInfo`.
 
         Raises:
-            RpcError: Nobody has that name or id.
+            RpcError: No process has that name or id.
             PeerLost: It is gone.
-            UsageError: It is no name, id or `WorkerInfo`.
+            UsageError: `to` is not a name, an id or a `WorkerInfo`.
         """
         found = None
         if type(to) is str:
@@ -124,7 +124,7 @@ class Directory:
         if found is None:
             names = ", ".join(sorted(self._named))
             raise RpcError(
-                "could not find destination", seen=f"{key!r}", fix=f"There are: {names}."
+                "could not find destination", seen=f"{key!r}", fix=f"Known workers: {names}."
             )
         if (lost := self.lost(found.id)) is not None:
             raise lost
@@ -133,32 +133,42 @@ class Directory:
     def _known(self, key: str | int) -> Peer | None:
         if isinstance(key, str):
             return self._named.get(key)
-        if isinstance(key, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(key, int) and not isinstance(key, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             return self._peers.get(key)
         raise UsageError(
-            "a worker is told by its name, its id or its WorkerInfo", op="rpc", seen=repr(key)
+            "a callee must be a worker's name, id or WorkerInfo",
+            op="rpc",
+            seen=repr(key),
+            fix="Pass the name that the callee has given to init_rpc.",
         )
 
     def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
-        """Return who is meant; see `reach`."""
+        """Return the worker with a name, an id or a `WorkerInfo`; see `reach`."""
         return self.reach(to).info
 
     def info(self, id: int) -> WorkerInfo:
-        """Return a worker by its id, be it gone."""
-        return self._peers[id].info
+        """Return a worker by its id, also if it is gone.
+
+        Raises:
+            RpcError: No process had that id.
+        """
+        peer = self._peers.get(id)
+        if peer is None:
+            raise RpcError(f"there is no worker with id {id}", op="rpc")
+        return peer.info
 
     def lost(self, id: int) -> PeerLost | None:
-        """Return the error about one that is gone; None: it is not."""
+        """Return the error about a process that is gone; None if it is not."""
         peer = self._peers.get(id)
         if peer is None or peer.ended is None:
             return None
         text = f"worker {peer.info.name!r} (id {id}) is gone"
         return PeerLost(text, peer=id, exit=peer.ended or None, op="rpc", seen=peer.ended)
 
-    # --- what must arrive --------------------------------------------------------------------
+    # --- reliable messages -------------------------------------------------------------------
 
     def queue(self, to: int, body: bytes, hurry: bool = True) -> None:
-        """Leave something that must arrive for the next message that is sent."""
+        """Queue a reliable message, to travel with the next message to a process."""
         peer = self.get(to)
         if peer is not None:
             peer.queued.append(peer.link.send(body))
@@ -168,21 +178,21 @@ class Directory:
                 self._later(peer)
 
     def made(self, to: int, number: int) -> None:
-        """Leave it for the next message that the value of a call was made."""
+        """Queue the report that a MAKE call has succeeded."""
         peer = self.get(to)
         if peer is not None:
             peer.made.append(number)
             self._later(peer)
 
     def again(self, to: int) -> None:
-        """Send again on a new connection what may be lost."""
+        """Queue all messages that may be lost, for a new connection."""
         peer = self.get(to)
         if peer is not None:
             peer.queued = peer.link.again()
             self.due[to] = peer
 
     def receive(self, sender: int, messages: Iterable[Numbered]) -> list[bytes]:
-        """Return what can be delivered now, in order."""
+        """Return the messages that can be delivered now, in order."""
         peer = self.get(sender)
         if peer is None:
             return []
@@ -192,7 +202,7 @@ class Directory:
         return bodies
 
     def defer(self, sender: int, after: int, work: Work) -> bool:
-        """Keep work until all messages up to a number have come; False: they have, or cannot."""
+        """Keep work until all messages up to a number have arrived; False if it need not wait."""
         peer = self.get(sender)
         if peer is None or peer.link.received >= after:
             return False
@@ -200,7 +210,7 @@ class Directory:
         return True
 
     def take_deferred(self, sender: int) -> list[Work]:
-        """Return the work that waits no longer."""
+        """Return work whose messages have arrived."""
         peer = self.get(sender)
         if peer is None or not peer.deferred:
             return []
@@ -209,7 +219,7 @@ class Directory:
         return ready
 
     def take(self, peer: Peer) -> tuple[tuple[Numbered, ...], tuple[int, ...]]:
-        """Return what goes with the message that is sent now: of links, and values made."""
+        """Return what travels with a message that is sent now: reliable messages, and `made`."""
         self.due.pop(peer.id, None)
         link, made = tuple(peer.queued), tuple(peer.made)
         if link:

@@ -1,6 +1,6 @@
-"""How an exception travels: as text, with the name of its type.
+"""Exceptions in messages: their type's name, their text and their traceback.
 
-Of Dure's own, the fields come along, and of the system's the number and the names of files.
+Those of Dure also keep their fields, and `OSError`s their number and file names.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import msgspec
 from dure.errors import DureError, RpcError
 from dure.rpc.names import WorkerInfo
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "malformed_message"]
 
 _IN_TEXT = frozenset({"what", "seen", "fix", "remote_traceback"})
-"""Fields of our errors that the text has, or that are set anew."""
+"""Fields of Dure's errors that are part of the text, or are set by `decode`."""
 
 
 class _SystemError(msgspec.Struct, array_like=True, frozen=True):
-    """What an `OSError` knows; names of files are bytes, or numbers of descriptors."""
+    """The fields of an `OSError`; file names are bytes, or numbers of descriptors."""
 
     number: int
     text: str
@@ -44,11 +44,27 @@ class _Failure(msgspec.Struct, array_like=True, frozen=True):
     system: _SystemError | None = None
 
 
-def encode(error: BaseException, worker: WorkerInfo) -> bytes:
-    """Return what is sent in place of an exception that `worker` has raised.
+def malformed_message(sender: int | None, error: BaseException) -> RpcError:
+    """Return the error about a message that a worker of this version would not have sent.
 
-    Of one that came from another worker only the frames are added: all else is in its text. Any
-    exception has an answer: of one that cannot be described, it names the type.
+    Args:
+        sender: The worker that sent it; None if that is not known.
+        error: Raised where the message was read.
+    """
+    source = "an unknown process" if sender is None else f"worker {sender}"
+    return RpcError(
+        f"a malformed message from {source}",
+        peer=sender,
+        seen=f"{type(error).__name__}: {error}",
+        fix="Run the same version of Dure in all processes, and let only Dure send messages.",
+    )
+
+
+def encode(error: BaseException, worker: WorkerInfo) -> bytes:
+    """Return an exception that `worker` has raised as bytes; never fails.
+
+    Of an exception that came from another worker, only the frames are added: its text has the rest.
+    If an exception cannot be described, its type is named.
     """
     try:
         return msgspec.msgpack.encode(_describe(error, worker))
@@ -80,7 +96,7 @@ def _describe(error: BaseException, worker: WorkerInfo) -> _Failure:
 
 
 def _describe_system(error: OSError) -> _SystemError | None:
-    """Return what an error of the system knows; None: it has no number."""
+    """Return the fields of an `OSError`; None if it has no number."""
     if type(error.errno) is not int:
         return None
     names = tuple([_encode_name(name) for name in (error.filename, error.filename2)])
@@ -90,20 +106,20 @@ def _describe_system(error: OSError) -> _SystemError | None:
 def _encode_name(name: Any) -> bytes | int | None:
     if name is None or type(name) is int:
         return name
-    with suppress(TypeError, UnicodeError):  # text that is no name of a file
+    with suppress(TypeError, UnicodeError):  # it is not a file name
         return os.fsencode(name)
     return _printable(str(name)).encode()
 
 
 def _trace(error: BaseException) -> str:
     if not vars(error).get("remote_traceback"):
-        with suppress(Exception):  # it asks the exception for this and that
+        with suppress(Exception):  # it reads attributes of the exception
             return "".join(traceback.format_exception(error))
     return "".join(traceback.format_tb(error.__traceback__))
 
 
 def _printable(text: str) -> str:
-    """Return a text without halves of characters, which names of files may have."""
+    """Return a text with surrogates escaped, which file names may contain."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -119,7 +135,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _as_sent(value: Any) -> Any:
-    """Return a field's value, which has lists where it had tuples."""
+    """Return a field's value, whose tuples were sent as lists."""
     if isinstance(value, list):
         return tuple(map(_as_sent, value))
     if isinstance(value, dict):
@@ -127,18 +143,22 @@ def _as_sent(value: Any) -> Any:
     return value
 
 
-def decode(encoded: bytes, find: Callable[[str, str], Any] | None = None) -> Exception:
+def decode(encoded: bytes, sender: int, find: Callable[[str, str], Any] | None = None) -> Exception:
     """Return the exception for the caller.
 
-    It is of the same type where that is known here and can be made from a text, and an `RpcError`
+    It is of the same type if that is known here and can be made from a text, and an `RpcError`
     otherwise. Both have the `remote_traceback`, and name the worker in their text.
 
     Args:
-        encoded: What was sent.
+        encoded: From `encode`.
+        sender: The worker that sent it.
         find: Looks up a type of exceptions (`Allowed.find_error`); types that it refuses, except
             Dure's own, are unknown. If None, all types of imported modules are known.
     """
-    failure = msgspec.msgpack.decode(encoded, type=_Failure)
+    try:
+        failure = msgspec.msgpack.decode(encoded, type=_Failure)
+    except msgspec.DecodeError as error:
+        return malformed_message(sender, error)
     text = f"{failure.what}\n\nOn {failure.worker}:\n{failure.trace}"
     error: Any = None
     kind = _find(failure.module, failure.name, find)
@@ -155,7 +175,7 @@ def decode(encoded: bytes, find: Callable[[str, str], Any] | None = None) -> Exc
         own = vars(error)
         sent = {name: _as_sent(value) for name, value in failure.fields.items()}
         own.update({name: sent[name] for name in own.keys() & sent.keys() - _IN_TEXT})
-    with suppress(Exception):  # it may have a property of that name
+    with suppress(Exception):  # it may have a read-only property of that name
         object.__setattr__(error, "remote_traceback", failure.trace)  # some are frozen
     return error
 
@@ -163,9 +183,9 @@ def decode(encoded: bytes, find: Callable[[str, str], Any] | None = None) -> Exc
 def _make_system_error(
     kind: type[OSError], failure: _Failure, system: _SystemError
 ) -> OSError | None:
-    """Return an error with number and names; None: its type takes other arguments.
+    """Return an error with number and file names; None if its type takes other arguments.
 
-    Python makes its text from these, so the trace is a note.
+    Python makes its text from these, so the traceback is a note.
     """
     text = f"{system.text} (on {failure.worker})"
     name, other = [os.fsdecode(each) if type(each) is bytes else each for each in system.names]
@@ -180,11 +200,11 @@ def _make_system_error(
 def _find(
     module_name: str, name: str, find: Callable[[str, str], Any] | None
 ) -> type[Exception] | None:
-    """Look a type of exceptions up; but for what `find` does, nothing is imported for it."""
+    """Look up a type of exceptions; only `find` may import its module."""
     found: Any = None
     if find is None or module_name == DureError.__module__:
         found = sys.modules.get(module_name)
-        for part in name.split("."):  # not by getattr: a module may import what it is asked for
+        for part in name.split("."):  # not by getattr: some modules import names on access
             found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
     else:
         with suppress(Exception):

@@ -1,39 +1,39 @@
-"""Messages that must arrive: numbered, acknowledged, sent again on a new connection.
+"""Reliable messages: numbered, acknowledged, and resent on a new connection.
 
-Calls are sent at most once. Messages about references and gradients must arrive, once and in their
-order, as long as both processes live, whatever happens to connections. A `Link` is one process's
-end of that, without I/O: the sender numbers its messages and keeps each until the receiver has said
-that it has all up to that number; when a connection breaks, what is kept is sent again. The
-receiver delivers in the order of the numbers and drops what it has had; messages may come through a
-ring of shared memory and through a socket in turns, and so in another order.
+Calls are sent at most once. Messages about references and contexts must arrive once, in order, as
+long as both processes live, even if connections break. A `ReliableLink` is one process's end of
+that, without I/O. The sender numbers its messages and keeps each until the receiver has
+acknowledged all up to that number; when a connection breaks, the kept messages are resent. The
+receiver delivers messages in the order of their numbers and drops duplicates: messages may go
+through a ring of shared memory and through a socket, and so arrive in another order.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Link", "Numbered"]
+__all__ = ["Numbered", "ReliableLink"]
 
 
 class Numbered(msgspec.Struct, array_like=True, frozen=True):
-    """A message on its way. Number 0 carries nothing but the acknowledgement."""
+    """A message under way. Number 0 is only an acknowledgement."""
 
     number: int
-    received: int  # the sender has had all messages of the other direction up to this one
+    received: int  # the sender has received all messages of the other direction up to this
     body: bytes = b""
 
 
-class Link:
-    """One end of the messages between two processes; the caller's lock guards it."""
+class ReliableLink:
+    """One end of the reliable messages between two processes; the caller's lock guards it."""
 
     def __init__(self) -> None:
         self.sent = self.received = 0  # the numbers of the last messages, of each direction
-        self.kept: dict[int, bytes] = {}  # sent, and not acknowledged
+        self.kept: dict[int, bytes] = {}  # sent and not acknowledged
         self._early: dict[int, bytes] = {}
-        self.acknowledged = 0  # the last received message of which the other end knows
+        self.acknowledged = 0  # the last received message that the other end knows to have arrived
 
     def send(self, body: bytes) -> Numbered:
-        """Return what to send for a message."""
+        """Number a message, and return it."""
         self.sent += 1
         self.kept[self.sent] = body
         return self._message(self.sent, body)
@@ -43,7 +43,7 @@ class Link:
         return self._message(0, b"")
 
     def again(self) -> list[Numbered]:
-        """Return what to send on a new connection."""
+        """Return the messages to resend on a new connection."""
         return [self._message(number, body) for number, body in self.kept.items()]
 
     def receive(self, message: Numbered) -> list[bytes]:

@@ -1,395 +1,188 @@
-"""The contents of a message: pickled values, and tables of the tensors and references in them.
+"""The messages of RPC, and the interface of the transport that carries them.
 
-All messages have one description, `Body`. The values are a pickle (protocol 5) in which tensors and
-remote references are numbers of rows: the memory of tensors travels beside the message (`tensors`),
-and the receiver must count references before any program code unpickles them (`references`).
-
-`Codec.pack` first looks at the top level. If it has only plain values, and at most one tensor and
-one reference, these two are replaced by None and their positions are noted, which needs no pickler
-of ours; a small tensor is packed by the engine. All other values are pickled with both tables.
-Tensors of further kinds (quantized, subclasses) are pickled in torch's own way.
-
-Unpickling runs code of the sender's choice. Messages come from authenticated processes of the job
-alone. With a list of what may be called (`allow`), the pickle names nothing that it could use: each
-name, tensor and reference is an inert `_Hole` while it is unpickled. Then the values are checked to
-be plain, and the holes are filled.
+An `RpcMessage` contains what the callee or caller needs; the agent interprets it (`agent`). A
+`Transport` carries messages between the processes of one job, with the memory of their tensors:
+within a host through rings and shared memory, between hosts through sockets.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
-import pickle
-import sys
 from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Any
+from enum import IntEnum
+from functools import partial
+from math import inf
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from dure import native
-from dure.errors import DureError, RpcError
-from dure.rpc.allow import Allowed
-from dure.rpc.memory import INLINE_BYTES
-from dure.rpc.references import RefId, Token
-from dure.rpc.tensors import TensorRow, TensorTable, describe_dense, is_dense
+from dure.rpc.codec import Body
+from dure.rpc.links import Numbered
+from dure.rpc.memory import MemoryRow
 
-__all__ = ["Body", "Codec", "Packed", "ReferenceRow", "name_of"]
+__all__ = [
+    "Completion",
+    "GradientTag",
+    "MessageType",
+    "Received",
+    "Receiver",
+    "RpcMessage",
+    "Transport",
+    "Waiter",
+    "Work",
+]
 
-_PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
-_LEAVES = _PLAIN | {bytearray}
-
-_NONE, _NESTED = -1, -2
-"""In place of a position: there is no such value; or values and tables are pickled together."""
-
-
-class ReferenceRow(msgspec.Struct, array_like=True, frozen=True):
-    """A reference of a message."""
-
-    ref: RefId
-    owner: int
-    token: Token
+Work = Callable[..., None]
+"""Work for a thread of the transport; called with an error if there is no thread to run a call."""
 
 
-class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The contents of a message."""
-
-    pickled: bytes = b""  # the values; empty: there are none but a tensor or a reference
-    tensors: tuple[TensorRow, ...] = ()
-    references: tuple[ReferenceRow, ...] = ()
-    tensor_at: int = _NONE  # position of the only tensor; `_NESTED`: all are in the pickle
-    inline: bytes = b""  # the only tensor, if it is small, as `native.pack_tensor` packed it
-    function: str = ""
-    """Name of the function that is called with the values (`name_of`). If it has none, the values
-    are the function, its arguments and its keyword arguments."""
-    reference_at: int = _NONE  # position of the only reference
+class Completion(partial[None]):
+    """Work that needs no slot, because calls that have one may wait for it."""
 
 
-class Packed(msgspec.Struct, gc=False):
-    """A body, and the memory that travels beside it.
+class MessageType(IntEnum):
+    """The types of messages."""
 
-    Args:
-        body: The body.
-        memories: The parts of memory that the tensors cover, contiguous each. They share it with
-            the tensors, so the transport copies them.
-        sources: The tensors themselves, to attach gradients to.
-        nbytes: Size of values and memories.
-    """
-
-    body: Body = Body()
-    memories: tuple[torch.Tensor, ...] = ()
-    sources: tuple[torch.Tensor, ...] = ()
-    nbytes: int = 0
+    CALL = 0  # a function and its arguments; the answer has the same number
+    MAKE = 1  # the same, but the result is kept by the callee as the value of `make`
+    ANSWER = 2  # a value
+    ERROR = 3  # an exception
+    RELIABLE = 4  # contains only `link`
+    FETCH = 5  # asks for the value of a reference: `RRef.to_here`
+    GRADIENTS = 6  # of the backward pass `make`
 
 
-def name_of(function: Any) -> str:
-    """Return `module:name` of a function at the top level of its module; "" for all others."""
-    if type(function) is not FunctionType:
-        return ""
-    module_name, name = function.__module__, function.__qualname__
-    try:
-        known = sys.modules[module_name].__dict__[name]
-    except KeyError:
-        return ""
-    return f"{module_name}:{name}" if known is function else ""
+class GradientTag(msgspec.Struct, array_like=True, frozen=True):
+    """Marks a message whose tensors are part of a distributed graph."""
+
+    context: int
+    message: tuple[int, int]  # its id in the context (`autograd.backward.MessageId`)
+    needing: int  # how many of the tensors need gradients; if 0, only the context is announced
+    what: str = ""  # the call, for error messages
 
 
-def _take_back_nothing(_: Sequence[ReferenceRow]) -> None:
-    pass
+class RpcMessage(msgspec.Struct, array_like=True):
+    """A message."""
+
+    kind: int
+    sender: int
+    number: int = 0  # of the call, chosen by the caller; an answer has the same
+    body: Body = Body()  # values, or an exception (`failures`)
+    memories: tuple[MemoryRow, ...] = ()  # of the tensors; set by the transport
+    gradients: GradientTag | None = None
+    make: tuple[int, int] | None = None  # the reference, or the backward pass (`MessageType`)
+    link: tuple[Numbered, ...] = ()  # reliable messages, which travel with any other
+    devices: dict[str, str] | None = None  # for each device of the callee, the caller's
+    made: tuple[int, ...] = ()  # the receiver's MAKE calls that have succeeded
+    after: int = 0  # FETCH: the last reliable message sent before; it may arrive later
 
 
-class Codec:
-    """Packs and unpacks the values of one process's messages.
+class Received(msgspec.Struct, eq=False):
+    """A message that was received."""
 
-    Args:
-        reference_type: The type of remote references; its `pack_reference(to)` returns the row.
-        take_back: Called with the references that were packed into a message that cannot be sent.
-        allowed: What others may call; None: everything.
-    """
+    message: RpcMessage
+    memories: Sequence[torch.Tensor] = ()
+    references: Sequence[Any] = ()  # the `RRef`s of the body
+    made: bool = True  # False: a MAKE call that was given up, and must not run
 
-    def __init__(
-        self,
-        reference_type: type[Any] | None = None,
-        take_back: Callable[[Sequence[ReferenceRow]], None] = _take_back_nothing,
-        allowed: Allowed | None = None,
-    ) -> None:
-        self._reference_type, self._take_back = reference_type, take_back
-        self._allowed = allowed
+    @classmethod
+    def empty_answer(cls, sender: int) -> Received:
+        """Return the answer None."""
+        return cls(RpcMessage(MessageType.ANSWER, sender))
 
-    def pack(
-        self,
-        values: tuple[Any, ...],
-        to: int = -1,
-        function: str = "",
-        device_there: Callable[[torch.device], str] | None = None,
-    ) -> Packed:
-        """Pack values for a process.
+
+class Waiter(Protocol):
+    """An event that a thread waits for, and another thread sets."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it was set."""
+        ...
+
+
+class Receiver(Protocol):
+    """Receives messages and events of a transport: the agent. Its methods return quickly."""
+
+    def receive(self, message: RpcMessage, memories: Sequence[torch.Tensor]) -> Work | None:
+        """Receive a message, with its memories (uint8 [bytes] each, owned by this process).
+
+        Returns the call to run, if any. The transport runs calls in order of arrival, as far as
+        there are free slots.
+        """
+        ...
+
+    def broken(self, id: int) -> None:
+        """Handle that a connection to a process broke; all that came through it was received.
+
+        Calls under way may have run, and answers may be lost.
+        """
+        ...
+
+    def died(self, id: int, how: str) -> None:
+        """Handle that a process is gone for good; called once, after its last message.
 
         Args:
-            values: Any objects that can be pickled, with tensors and references in them.
-            to: The receiver.
-            function: For the body.
-            device_there: Returns the receiver's device for a device of this process.
+            id: The process.
+            how: How it ended: "exit code 3", "signal 9 (SIGKILL)", or empty.
+        """
+        ...
+
+    def joined(self, id: int, name: str) -> None:
+        """Handle that a process has joined; called before anything else about it."""
+        ...
+
+
+class Transport(Protocol):
+    """Carries messages.
+
+    Threads: all methods may be called from any thread.
+    """
+
+    def start(self, receiver: Receiver) -> None:
+        """Start to receive; `joined` is called for all known processes before this returns."""
+        ...
+
+    def look(self, to: str | int) -> None:
+        """Check whether a process of that name or id has joined; if so, `joined` is called."""
+        ...
+
+    def send(self, to: int, message: RpcMessage, memories: Sequence[torch.Tensor]) -> None:
+        """Send a message; the memories (contiguous) are copied before this returns.
+
+        Never waits for the receiver. A process may send to itself.
 
         Raises:
-            RpcError: Something cannot be pickled, or a reference is lost.
-
-        Cost:
-            No tensor's memory is copied, except of tensors on other devices and conjugated ones.
+            PeerLost: The process is known to be gone.
         """
-        tensor_at = reference_at = _NONE
-        inline: bytes | None = None
-        for position, value in enumerate(values):
-            kind = type(value)
-            if kind in _PLAIN:
-                continue
-            if kind is torch.Tensor and tensor_at < 0:
-                inline = native.pack_tensor(value, INLINE_BYTES, value.requires_grad)
-                if inline is not None or is_dense(value):
-                    tensor_at = position
-                    continue
-            elif kind is self._reference_type and reference_at < 0:
-                reference_at = position
-                continue
-            return self._pack_nested(values, to, function, device_there)
-        if tensor_at < 0 and reference_at < 0:
-            if not values:
-                return Packed(Body(function=function))
-            pickled = pickle.dumps(values, 5)
-            return Packed(Body(pickled, function=function), nbytes=len(pickled))
-        places = tensor_at, reference_at
-        others = [None if n in places else value for n, value in enumerate(values)]
-        pickled = pickle.dumps(others, 5) if len(others) > 1 else b""
-        references = () if reference_at < 0 else (values[reference_at].pack_reference(to),)
-        rows, memories, sources = (), (), ()
-        if tensor_at >= 0:
-            sources = (values[tensor_at],)
-            if inline is None:
-                rows, memories = (describe_dense(sources[0]),), sources
-        nbytes = len(pickled) + (len(inline) if inline else sum(t.nbytes for t in memories))
-        body = Body(pickled, rows, references, tensor_at, inline or b"", function, reference_at)
-        return Packed(body, memories, sources, nbytes)
+        ...
 
-    def unpack(
-        self, body: Body, tensors: Sequence[torch.Tensor], references: Sequence[object] = ()
-    ) -> Any:
-        """Return the values of a message.
+    def ticket(self) -> Waiter:
+        """Return a new event."""
+        ...
+
+    def complete(self, ticket: Waiter) -> None:
+        """Set an event."""
+        ...
+
+    def wait(self, ticket: Waiter, seconds: float = inf) -> bool:
+        """Wait for an event, and receive messages in that time.
+
+        Code of the program is left to other threads, and a thread that runs a call gives its slot
+        to another call while it waits.
+
+        Returns:
+            Whether the event was set; False after `seconds`, or if the transport was closed.
+        """
+        ...
+
+    def submit(self, work: Work) -> None:
+        """Run work in one of the transport's threads, as if it were a call."""
+        ...
+
+    def close(self, known: bool = False) -> None:
+        """Stop receiving; returns when no call runs, or soon after.
 
         Args:
-            body: Of the message.
-            tensors: Those of the message (`tensors.rebuild`).
-            references: Those of the message, as programs have them.
-
-        Raises:
-            RpcError: With a list of what may be called: something else is in the message.
-            Exception: Raised by unpickling, for example a function is unknown here.
+            known: Whether all others know that this process ends, so that it need not notify them.
         """
-        nested = body.tensor_at == _NESTED
-        if not body.pickled:
-            values = ()
-        elif self._allowed is not None:
-            values = _load_plain(body.pickled, nested, tensors, references, self._allowed)
-        elif nested:
-            tables = {"_tensor": tensors, "_reference": references}
-            values = _Unpickler(body.pickled, tables).load()
-        else:
-            values = pickle.loads(body.pickled)
-        if body.tensor_at >= 0:
-            at = body.tensor_at
-            values = (*values[:at], tensors[0], *values[at + 1 :])
-        if body.reference_at >= 0:
-            at = body.reference_at
-            values = (*values[:at], references[0], *values[at + 1 :])
-        return values
-
-    def find_function(self, name: str) -> Any:
-        """Return the function of this name (`name_of`).
-
-        Raises:
-            RpcError: It may not be called.
-            AttributeError: The module does not have it.
-            ImportError: There is no such module.
-        """
-        module_name, _, own_name = name.rpartition(":")
-        if self._allowed is not None:
-            return self._allowed.function(module_name, own_name)
-        module = sys.modules.get(module_name) or importlib.import_module(module_name)
-        return getattr(module, own_name)
-
-    def _pack_nested(
-        self,
-        values: tuple[Any, ...],
-        to: int,
-        function: str,
-        device_there: Callable[[torch.device], str] | None,
-    ) -> Packed:
-        buffer, table = io.BytesIO(), TensorTable(device_there)
-        pickler = _Pickler(buffer, to, self._reference_type, table)
-        try:
-            pickler.dump(values)
-        except Exception as error:
-            self._take_back(pickler.references)
-            if isinstance(error, DureError):  # of a reference
-                raise
-            raise RpcError(
-                "this cannot be sent to another process",
-                seen=f"{type(error).__name__}: {error}",
-                fix="Functions and classes are sent by name: define them at the top of a module "
-                "that the receiver can import; send what objects are made of.",
-            ) from error
-        pickled = buffer.getvalue()
-        rows, memories = table.finish()
-        body = Body(pickled, rows, tuple(pickler.references), _NESTED, function=function)
-        nbytes = len(pickled) + sum(memory.nbytes for memory in memories)
-        return Packed(body, memories, tuple(table.sources), nbytes)
-
-
-# --- pickling -------------------------------------------------------------------------------------
-
-
-def _tensor(number: int) -> torch.Tensor:
-    """Stand for a tensor in a pickle; unpicklers put another function in the place of this."""
-    raise pickle.UnpicklingError(f"tensor {number} of a message that is read without its tensors")
-
-
-def _reference(number: int) -> object:
-    """Stand for a reference."""
-    raise pickle.UnpicklingError(f"reference {number} of a message that is read without them")
-
-
-class _Pickler(pickle.Pickler):
-    """Replaces tensors and references by rows of their tables."""
-
-    def __init__(
-        self, file: io.BytesIO, to: int, reference_type: type[Any] | None, table: TensorTable
-    ) -> None:
-        super().__init__(file, protocol=5)
-        self.references: list[ReferenceRow] = []
-        self._to, self._reference_type, self._table = to, reference_type, table
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            row = self._table.add(obj)
-            return NotImplemented if row is None else (_tensor, (row,))
-        if self._reference_type is not None and isinstance(obj, self._reference_type):
-            self.references.append(obj.pack_reference(self._to))
-            return _reference, (len(self.references) - 1,)
-        return NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts the rows of tables in the place of `_tensor` and `_reference`."""
-
-    def __init__(self, pickled: bytes, tables: dict[str, Sequence[Any]]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        # Methods of the tables: one of this object would be a cycle, and keep the tensors.
-        self._rows = {name: table.__getitem__ for name, table in tables.items()}
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        if module_name == __name__ and global_name in self._rows:
-            return self._rows[global_name]
-        return self._find(module_name, global_name)
-
-    def _find(self, module_name: str, global_name: str) -> Any:
-        return super().find_class(module_name, global_name)
-
-
-# --- with a list of what may be called ------------------------------------------------------------
-
-
-class _Hole:
-    """Stands for a tensor, a reference or a named function while a pickle is read.
-
-    A pickle is a program that calls objects and sets their attributes and items. It can do nothing
-    with this one, which has none.
-    """
-
-    __slots__ = ()
-
-
-class _PlainUnpickler(_Unpickler):
-    """Reads values with holes in the place of all objects of this process.
-
-    Attributes:
-        held: By the id of each hole: the hole, and the value for it.
-    """
-
-    def __init__(self, pickled: bytes, tables: dict[str, Sequence[Any]], allowed: Allowed) -> None:
-        self.held: dict[int, tuple[_Hole, Any]] = {}
-        super().__init__(
-            pickled, {name: [*map(self._hole, table)] for name, table in tables.items()}
-        )
-        self._allowed = allowed
-
-    def _hole(self, value: Any) -> _Hole:
-        hole = _Hole()
-        self.held[id(hole)] = hole, value
-        return hole
-
-    def _find(self, module_name: str, global_name: str) -> Any:
-        return self._hole(self._allowed.find(module_name, global_name))
-
-
-def _load_plain(
-    pickled: bytes,
-    nested: bool,
-    tensors: Sequence[torch.Tensor],
-    references: Sequence[object],
-    allowed: Allowed,
-) -> Any:
-    """Unpickle plain values, tensors, references and allowed names.
-
-    Raises:
-        RpcError: The pickle has something else, or does something else.
-    """
-    tables = {"_tensor": tensors, "_reference": references} if nested else {}
-    try:
-        unpickler = _PlainUnpickler(pickled, tables, allowed)
-        return _fill(unpickler.load(), dict(unpickler.held))
-    except RpcError:
-        raise
-    except Exception as error:
-        raise _not_plain(f"{type(error).__name__}: {error}") from error
-
-
-def _fill(value: Any, done: dict[int, Any]) -> Any:
-    """Return a value with its holes filled; lists, dicts and sets are filled in place.
-
-    Args:
-        value: The value, which must be plain.
-        done: By the id of each hole, and of each container that is filled or being filled: itself,
-            and its replacement.
-    """
-    kind = type(value)
-    if kind in _LEAVES:
-        return value
-    if id(value) in done:
-        return done[id(value)][1]
-    if kind is tuple or kind is frozenset:
-        filled = kind(_fill(each, done) for each in value)
-        done[id(value)] = value, filled  # kept, so that no other object gets its id
-        return filled
-    if kind not in (list, dict, set):
-        raise _not_plain(f"{kind.__module__}.{kind.__qualname__}")
-    done[id(value)] = value, value
-    if kind is list:
-        value[:] = [_fill(each, done) for each in value]
-    elif kind is set:
-        items = [_fill(each, done) for each in value]
-        value.clear()
-        value.update(items)
-    else:
-        pairs = [(_fill(key, done), _fill(each, done)) for key, each in value.items()]
-        value.clear()
-        value.update(pairs)
-    return value
-
-
-def _not_plain(seen: str) -> RpcError:
-    return RpcError(
-        "this process accepts only plain values, tensors, references and allowed functions",
-        seen=seen,
-        fix="Send numbers, texts, bytes, and tuples, lists, sets and dicts of these; or start the "
-        "process without init_rpc(allow=[...]).",
-    )
+        ...

@@ -1,4 +1,4 @@
-"""Who takes part, by name and id."""
+"""The names and ids of workers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ _TOO_LONG = 128
 
 
 class WorkerInfo:
-    """A process that takes part.
+    """The name and id of a worker; calls accept it as their callee.
 
     Args:
-        name: Unique at any time; letters, digits, `_`, `-` and `:`, fewer than 128.
-        id: Unique for good: who comes again under the same name has another.
+        name: Its name, which no other running worker has: fewer than 128 letters, digits, `_`, `-`
+            and `:`.
+        id: Its id, which is never reused: a process that replaces a dead one has the same name and
+            another id.
 
     Raises:
-        RpcError: The name cannot be one.
+        RpcError: The name is invalid.
+
+    Example:
+        ```python
+        other = rpc.get_worker_info(f"worker{1 - rank}")
+        assert (other.name, other.id) == (f"worker{1 - rank}", 1 - rank)
+        assert rpc.rpc_sync(other, abs, (-1,)) == 1
+        ```
     """
 
     __slots__ = ("id", "name")

@@ -21,30 +21,40 @@ __all__ = ["DistributedOptimizer"]
 
 
 class DistributedOptimizer:
-    """An optimizer of parameters that are references, in any processes.
+    """An optimizer of parameters that other processes own; each owner updates its own.
 
-    Each owner has an optimizer of its parameters. Several of these may be made over the same
-    parameters, by one process or many; each has its own state, and their steps at an owner take
-    turns. Nothing else is ordered: one program's step may come between the forward and the backward
-    pass of another.
+    Several distributed optimizers may be made over the same parameters, by one process or many;
+    each has its own state, and their steps at an owner run one after another. Nothing else is
+    ordered: one program's step may run between the forward and the backward pass of another.
 
     Args:
-        optimizer_class: A class of `torch.optim`, or one like them that all owners have. Those
-            that know `foreach` get `foreach=True`, if nothing else is said.
+        optimizer_class: A class of `torch.optim`, or a similar class that all owners can import. If
+            it has the option `foreach`, that is set, unless `kwargs` selects an implementation.
         params_rref: References to the parameters.
-        args: For the class, after the parameters.
-        kwargs: The same.
+        args: Arguments of the class, after the parameters.
+        kwargs: Keyword arguments of the class.
 
     Raises:
-        UsageError: What is optimized is not a reference.
+        UsageError: An element of `params_rref` is not a reference.
         PeerLost: An owner is gone.
-        Exception: What making the optimizer has raised at an owner.
+        Exception: Raised by `optimizer_class` at an owner.
 
     Attributes:
-        remote_optimizers: References to the optimizers, one an owner.
+        remote_optimizers: References to the optimizers, one per owner.
 
     Cost:
-        A call to each owner, all at once.
+        One call per owner, all at once.
+
+    Example:
+        ```python
+        weight = rpc.remote(f"worker{1 - rank}", torch.nn.Parameter, (torch.ones(2),))
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5)
+        with autograd.context() as context_id:
+            loss = weight.to_here().sum()
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+        assert weight.to_here().tolist() == [0.5, 0.5]
+        ```
     """
 
     def __init__(
@@ -58,7 +68,7 @@ class DistributedOptimizer:
         for rref in params_rref:
             if not isinstance(rref, RRef):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UsageError(
-                    "a distributed optimizer takes references to parameters",
+                    "params_rref must contain references to parameters",
                     op="DistributedOptimizer",
                     seen=repr(rref),
                     fix="Make them with rpc.remote, RRef(parameter) or remote_parameters().",
@@ -70,23 +80,23 @@ class DistributedOptimizer:
         )
 
     def step(self, context_id: int) -> None:
-        """Let all owners update their parameters by the gradients of a context, in parallel.
+        """Update all parameters by the gradients of a context, at all owners in parallel.
 
-        Parameters without a gradient there stay as they are. `.grad` is not touched.
+        Parameters without a gradient in the context do not change. `.grad` is not changed.
 
         Args:
             context_id: The context.
 
         Raises:
-            RpcError: There is no such context.
+            RpcError: The context does not exist.
             PeerLost: An owner is gone.
-            Exception: What an owner's optimizer has raised; the others have made their steps.
+            Exception: Raised by the optimizer of an owner; the others have made their steps.
 
         Cost:
-            A call to each owner.
+            One call per owner, all at once.
         """
-        get_gradients(context_id)  # is there such a context?
-        with inside(context_id):  # also owners that had no part in it know it then
+        get_gradients(context_id)  # raises if the context does not exist
+        with inside(context_id):  # so that all owners know the context
             _all(
                 [
                     api.rpc_async(rref.owner(), _step, (rref, context_id))
@@ -129,12 +139,16 @@ def _make(
 def _step(rref: RRef[_LocalOptimizer], context_id: int) -> None:
     optimizer = rref.local_value()
     if not isinstance(optimizer, _LocalOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError("this is no optimizer", op="DistributedOptimizer", seen=repr(optimizer))
+        raise UsageError(
+            "expected an optimizer of DistributedOptimizer",
+            op="DistributedOptimizer",
+            seen=repr(optimizer),
+        )
     optimizer.step(context_id)
 
 
 def _all(futures: list[torch.futures.Future[Any]]) -> list[Any]:
-    """Wait for all; then raise the first error."""
+    """Wait for all futures; then raise the first error."""
     for future in futures:
         with suppress(Exception):
             future.wait()

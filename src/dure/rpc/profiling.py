@@ -22,7 +22,7 @@ from dure.rpc.functions import MARK
 from dure.rpc.names import WorkerInfo
 
 if TYPE_CHECKING:
-    from dure.rpc.agent import Agent
+    from dure.rpc.agent import RpcAgent
 
 __all__ = ["call", "follow_profiler"]
 
@@ -75,7 +75,7 @@ class _Session:
 
 
 def follow_profiler() -> None:
-    """From now on, let the legacy profiler show remote calls; once a process."""
+    """Patch the legacy profiler to show remote calls; once per process."""
     legacy: Any = profiler_legacy
     start, parse = legacy.profile._start_trace, legacy._parse_legacy_records
     if hasattr(start, "follows"):
@@ -97,8 +97,8 @@ def follow_profiler() -> None:
     legacy.profile._start_trace, legacy._parse_legacy_records = start_trace, parse_records
 
 
-def call(agent: Agent, kind: str, to: str | int | WorkerInfo, func: Any, *rest: Any) -> Any:
-    """Make a call, of the kind "sync", "async" or "remote", in the sight of a profiler."""
+def call(agent: RpcAgent, kind: str, to: str | int | WorkerInfo, func: Any, *rest: Any) -> Any:
+    """Make a call of the kind "sync", "async" or "remote" while a profiler runs."""
     session: _Session | None = getattr(_here, "session", None)
     way: Callable[..., Any] = getattr(agent, "remote" if kind == "remote" else f"rpc_{kind}")
     name = getattr(func, "__qualname__", type(func).__qualname__)
@@ -120,7 +120,7 @@ def call(agent: Agent, kind: str, to: str | int | WorkerInfo, func: Any, *rest: 
             return value
     future: torch.futures.Future[Any] = torch.futures.Future()
 
-    def told(done: torch.futures.Future[Any]) -> None:
+    def answered(done: torch.futures.Future[Any]) -> None:
         try:
             value, events[:] = done.value()
         except Exception as error:
@@ -128,7 +128,7 @@ def call(agent: Agent, kind: str, to: str | int | WorkerInfo, func: Any, *rest: 
         else:
             future.set_result(value)
 
-    answer.add_done_callback(told)
+    answer.add_done_callback(answered)
     return future
 
 
@@ -138,7 +138,7 @@ def profiled(
     kwargs: dict[str, Any] | None,
     what: tuple[bool, bool],
 ) -> tuple[Any, list[Event]]:
-    """Run a call for a caller that profiles it; at the callee."""
+    """Run a call for a caller that profiles it."""
     profile: Any = profiler_legacy.profile(record_shapes=what[0], profile_memory=what[1])
     with profile:
         value = func(*(args or ()), **(kwargs or {}))

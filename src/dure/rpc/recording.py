@@ -1,8 +1,8 @@
-"""Calls in `dure trace`: what each worker called last, for whom it waits, how long calls wait.
+"""Calls in `dure trace`: the last calls of each worker, their callees, and how long they waited.
 
-A call is kept by the flight recorder, as a message of a group "rpc" whose ranks are the workers'
-ids. Calls that come are told of as spans, where steps are recorded (`dure.trace.record_steps`):
-from when a call came to its end, with how long it waited for a thread.
+The flight recorder records a call as a message of a group "rpc" whose ranks are the workers' ids.
+While steps are recorded (`dure.trace.record_steps`), each call that runs here is a span: from its
+arrival to its end, with the time that it waited for a thread.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import replace
 from time import monotonic_ns
 
 from dure.errors import RpcError
-from dure.rpc.envelope import Envelope, Kind
+from dure.rpc.message import MessageType, RpcMessage
 from dure.rpc.names import WorkerInfo
 from dure.trace import spans
 from dure.trace.flight import FlightRing, Origin, add_source, retire
 
 __all__ = ["OPS", "Recorder", "served"]
 
-OPS = {Kind.CALL: "rpc", Kind.MAKE: "remote", Kind.FETCH: "to_here"}
+OPS = {MessageType.CALL: "rpc", MessageType.MAKE: "remote", MessageType.FETCH: "to_here"}
 
 
 class Recorder:
@@ -29,8 +29,8 @@ class Recorder:
         me: The worker.
 
     Attributes:
-        begin: Notes a call (`FlightRing.begin`).
-        end: Notes that a call has ended.
+        begin: Records the start of a call (`FlightRing.begin`).
+        end: Records its end.
     """
 
     def __init__(self, me: WorkerInfo) -> None:
@@ -38,16 +38,16 @@ class Recorder:
         self.begin, self.end = self._ring.begin, self._ring.end
 
     def start(self) -> None:
-        """Have dumps show the calls."""
+        """Add the calls to dumps."""
         add_source(self._ring)
 
     def joined(self, id: int) -> None:
-        """Take note of a worker."""
+        """Add a worker."""
         if id >= len(self._ring.origin.global_ranks):
             self._ring.origin = replace(self._ring.origin, global_ranks=_ranks(id))
 
     def close(self) -> None:
-        """Keep what was called for later dumps."""
+        """Keep the calls for later dumps."""
         retire(self._ring)
 
 
@@ -57,18 +57,18 @@ def _ranks(last: int) -> tuple[int, ...]:
 
 def served(
     me: int,
-    envelope: Envelope,
+    message: RpcMessage,
     came_ns: int,
     run: Callable[[RpcError | None], None],
     refusal: RpcError | None,
 ) -> None:
-    """Run a call that came, or refuse it, and tell of it."""
+    """Run a call of another worker, or refuse it, and emit a span."""
     began_ns = monotonic_ns()
     run(refusal)
     ended_ns = monotonic_ns()
-    function = envelope.body.function.rpartition(":")[2] or OPS[Kind(envelope.kind)]
+    function = message.body.function.rpartition(":")[2] or OPS[MessageType(message.kind)]
     details: dict[str, str | int | float] = {
-        "caller": envelope.sender,
+        "caller": message.sender,
         "queued_ms": (began_ns - came_ns) / 1e6,
         "ran_ms": (ended_ns - began_ns) / 1e6,
     }

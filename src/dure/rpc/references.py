@@ -1,76 +1,82 @@
-"""Who holds which remote reference: the protocol, without I/O (events in, actions out).
+"""The protocol of remote references, without I/O (events in, actions out).
 
-Each process of a job feeds its own `References` with what happens there, and does what comes back.
-Whoever made a value *owns* it and keeps it until nobody holds a reference to it.
+Each process of a job feeds its own `References` with events, and performs the actions that it
+returns. The process that has a value *owns* it, and keeps it until no process holds a reference.
 
-    user                          owner
+     user                          owner
      | Hold -------------------->   |      the user is a holder from here on
      |   <-------------------- Held |
      | Drop -------------------->   |      and here no more
 
-**One hold.** A process holds a reference once, however many objects in it refer to the value. The
-owner keeps, for each value, the set of processes that hold it.
+**One hold.** A process holds a reference once, however many of its objects refer to the value. The
+owner records, for each value, the set of processes that hold it.
 
-**Tokens.** A reference may be sent to any process by any process that has it. The sender keeps its
-own hold until the receiver has one: it packs a *token* into the message, and the receiver answers
-`Accepted` when its own hold stands at the owner, at once where it stands already. `remote` makes
-the caller a holder with the call itself: the reference is the call's token, which ends with `Held`.
-A reference may be passed on before the call that makes the value has arrived: the owner keeps
-its entry from whatever speaks of it first.
+**Tokens.** Any process that has a reference may send it to any other. The sender keeps its own hold
+until the receiver has one: it packs a *token* into the message, and the receiver answers
+`TokenAccepted` when the owner has confirmed the receiver's hold, or at once if it had one. `remote`
+makes the caller a holder with the call itself: the reference is the call's token, which ends with
+`Held`. A reference may be passed on before the call that makes the value has arrived: the owner
+creates its entry with the first message about it.
 
 **Calls that may not have arrived.** Calls are never resent. When a connection breaks, the sender
 asks about the tokens of the calls that were under way (`Unsure`). The receiver answers `Declined`
-for those that it never saw, and refuses them if they come after all.
+for calls that it never received, and refuses them if they arrive later.
 
-**Deaths.** What a dead process owned is lost. What it held, or was being sent, could have been
-passed on: some third process may have the reference from it, and its `Hold` may be on its way. So
-whoever has a holder that died, or a token to it, keeps both in *limbo*, and asks all others
-(`AskFlush`). They answer `Flushed` once they know of the death, have read all that came from the
-dead process, and hold at the owners what it passed on to them. If one of those asked dies too, the
-others are asked about that one as well; limbo ends for all its dead at once.
+**Deaths.** Values of a dead process are lost. References that it held, or that were being sent to
+it, could have been passed on: some third process may have the reference from it, and its `Hold` may
+be on its way. So a process that has a dead holder, or a token to it, keeps both in *limbo*, and
+asks all others (`AskFlush`). They answer `Flushed` when they know of the death, have read all
+messages of the dead process, and hold at the owners what it passed on to them. If a process that
+was asked dies too, the others are asked about it as well; limbo ends for all dead processes at
+once.
 
-**Fetching.** A value is fetched by its holders, and by who makes it before the call has arrived. An
-owner refuses others: they have guessed the reference, or dropped it.
+**Fetching.** A value is fetched by its holders, and by the process that makes it before the call
+has arrived. An owner refuses others.
 
-**What is relied upon.** Messages of this protocol from one process to another arrive in their
-order, once, while both live (`links`). A death is final: nothing that came from a dead process is
-fed after `died`. All processes are known (`joined`) before anything is heard of them.
+**Forged messages.** A reference and a token are random numbers: only processes that were sent one
+know it. A message that ends or loses something counts only if it comes from the process that may
+send it: the owner, or the process that the token was sent to.
 
-Threads: the caller's lock guards all of it.
+**Assumptions.** Messages of this protocol from one process to another arrive in order, once, while
+both live (`links`). A death is final: no event of a dead process follows `died`. All processes are
+announced (`joined`) before any other event about them.
+
+Threads: the caller's lock guards the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import secrets
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 __all__ = [
-    "Accepted",
     "Action",
     "AskFlush",
     "Declined",
     "Drop",
     "Flushed",
     "Freed",
-    "Gone",
     "Held",
     "Hold",
-    "Lost",
     "Message",
     "RefId",
+    "ReferenceLost",
     "References",
     "Send",
     "Token",
+    "TokenAccepted",
     "Unsure",
+    "ValueGone",
 ]
 
 RefId = tuple[int, int]
-"""Of a reference: the process that made it, and a number of that process."""
+"""A reference: the process that made it, and a random number."""
 
 Token = tuple[int, int]
-"""Of a reference under way: the process that sent it, and a number of that process."""
+"""A reference under way: the process that sent it, and a random number."""
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -83,25 +89,25 @@ class Hold(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """From the owner: the hold stands."""
+    """From the owner: the hold is confirmed."""
 
     ref: RefId
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """To the owner: the sender holds the reference no more."""
+    """To the owner: the sender no longer holds the reference."""
 
     ref: RefId
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """From the owner: there is no such value, and never will be."""
+class ValueGone(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """From the owner: the value does not exist, and never will."""
 
     ref: RefId
 
 
-class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """To the one who sent a reference: the receiver has its own hold."""
+class TokenAccepted(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """To the sender of a reference: the receiver has its own hold."""
 
     token: Token
 
@@ -113,24 +119,24 @@ class Unsure(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Declined(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """These have not, and never will, or were settled before."""
+    """These calls have not arrived and will be refused, or were settled before."""
 
     tokens: tuple[Token, ...]
 
 
 class AskFlush(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Has all that came from `dead` been read, and is held at its owners?"""
+    """Were all messages of `dead` read, and are the references in them held at their owners?"""
 
     dead: int
 
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """It has."""
+    """Yes, they were."""
 
     dead: int
 
 
-Message = Hold | Held | Drop | Gone | Accepted | Unsure | Declined | AskFlush | Flushed
+Message = Hold | Held | Drop | ValueGone | TokenAccepted | Unsure | Declined | AskFlush | Flushed
 
 
 # --- actions --------------------------------------------------------------------------------------
@@ -138,7 +144,7 @@ Message = Hold | Held | Drop | Gone | Accepted | Unsure | Declined | AskFlush | 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message, in order and for certain, as long as `to` lives."""
+    """Send a message reliably and in order, as long as `to` lives."""
 
     to: int
     message: Message
@@ -146,41 +152,41 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Nobody holds this value any more: let go of it."""
+    """No process holds this value anymore: free it."""
 
     ref: RefId
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class ReferenceLost:
     """The value of this reference is gone: its owner died, or never made it."""
 
     ref: RefId
 
 
-Action = Send | Freed | Lost
+Action = Send | Freed | ReferenceLost
 
 
 # --- the state ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Entry:
+class _ReferenceState:
     """A reference that this process has, or whose value it keeps for others."""
 
     owner: int
     local: int = 0  # objects, and messages read but not unpacked, that refer to it here
     tokens: set[Token] = field(default_factory=set[Token])  # of messages to others
-    held: bool = True  # whether the owner knows of it: has said so, or is this process
+    held: bool = True  # whether the owner has confirmed the hold, or is this process
     waiting: list[tuple[int, Token]] = field(default_factory=list[tuple[int, Token]])
-    """Who sent it here, and waits for this process's own hold."""
-    # Of a value of this process:
-    made: bool = True  # False: a message overtook the call that makes it
+    """Processes that sent it here, and wait for this process's own hold."""
+    # If this process is the owner:
+    made: bool = True  # False while the call that makes it has not arrived
     holders: set[int] = field(default_factory=set[int])  # other processes
 
 
 @dataclass(slots=True)
-class _Sent:
+class _SentToken:
     """A reference under way."""
 
     ref: RefId
@@ -188,77 +194,82 @@ class _Sent:
     makes: bool  # with the call that makes the value
 
 
+def _random_number() -> int:
+    return secrets.randbits(63)
+
+
 class References:
     """All references of one process.
 
     Args:
-        me: The process; others are known by other numbers, never used again.
+        me: The process; ids of processes are never reused.
+        new_number: Returns numbers for references and tokens that others cannot guess.
 
     Cost:
-        One to three small messages for each process that a reference comes to, one when it goes.
+        One to three small messages for each process that receives a reference, one when it drops
+        it.
     """
 
-    def __init__(self, me: int) -> None:
-        self.me = me
-        self._entries: dict[RefId, _Entry] = {}
-        self._sent: dict[Token, _Sent] = {}
-        self._refused: set[Token] = set()  # declined: not to be taken if they come late
+    def __init__(self, me: int, new_number: Callable[[], int] = _random_number) -> None:
+        self.me, self._new_number = me, new_number
+        self._entries: dict[RefId, _ReferenceState] = {}
+        self._sent: dict[Token, _SentToken] = {}
+        self._refused: set[Token] = set()  # declined: refused if they arrive later
         self._peers: set[int] = set()
         self._dead: set[int] = set()
         self._limbo: set[int] = set()  # dead processes whose holds and tokens still count
-        self._awaited: set[tuple[int, int]] = set()  # whose answers about whom limbo waits for
-        self._asked: set[tuple[int, int]] = set()  # who asks us about whom, and has no answer yet
-        self._number = 0
+        self._awaited: set[tuple[int, int]] = set()  # (process asked, dead): limbo waits for it
+        self._asked: set[tuple[int, int]] = set()  # (process that asks, dead): not answered yet
         self._actions: list[Action] = []
 
     # --- what a program does ---------------------------------------------------------------
 
     def own(self) -> RefId:
-        """Begin a value of this process, with one object that refers to it."""
+        """Create a value of this process, with one object that refers to it."""
         ref = self._next()
-        self._entries[ref] = _Entry(self.me, local=1)
+        self._entries[ref] = _ReferenceState(self.me, local=1)
         return ref
 
     def create(self, owner: int) -> RefId:
-        """Begin a reference to a value that a call makes at `owner`; it is the call's token."""
+        """Create a reference to a value that a call makes at `owner`; it is the call's token."""
         ref = self._next()
-        self._entries[ref] = _Entry(owner, local=1, tokens={ref}, held=False)
-        self._sent[ref] = _Sent(ref, owner, makes=True)
+        self._entries[ref] = _ReferenceState(owner, local=1, tokens={ref}, held=False)
+        self._sent[ref] = _SentToken(ref, owner, makes=True)
         return ref
 
     def pack(self, ref: RefId, to: int) -> tuple[int, Token]:
-        """Put a reference into a message to `to`; return its owner, and the token to go along.
+        """Put a reference into a message to `to`; return its owner, and the token to send with it.
 
         Raises:
             KeyError: It is lost.
         """
         entry, token = self._entries[ref], self._next()
         entry.tokens.add(token)
-        self._sent[token] = _Sent(ref, to, makes=False)
+        self._sent[token] = _SentToken(ref, to, makes=False)
         return entry.owner, token
 
     def dropped(self, ref: RefId) -> list[Action]:
-        """Take note that an object, or a message that was read and not unpacked, is gone."""
+        """Handle that an object, or a message that was read and not unpacked, was freed."""
         if ref in self._entries:
             self._entries[ref].local -= 1
             self._settle(ref)
         return self._take()
 
     def not_sent(self, tokens: Iterable[Token]) -> list[Action]:
-        """Take back what was packed into a message that was never sent."""
+        """Take back tokens of a message that was never sent."""
         self._take_back(tokens)
         return self._take()
 
-    # --- what messages say -----------------------------------------------------------------
+    # --- messages --------------------------------------------------------------------------
 
     def made(self, ref: RefId, sender: int) -> tuple[bool, list[Action]]:
-        """Take a call that makes a value here; False: it was given up, and must not run.
+        """Handle a call that makes a value here; False if it was given up, and must not run.
 
-        A process names the values that it has made here; those of another one are not its to make.
+        A call makes only references that its sender has created.
         """
         if sender in self._dead or ref in self._refused or ref[0] != sender:
             return False, []
-        entry = self._entries.setdefault(ref, _Entry(self.me))
+        entry = self._entries.setdefault(ref, _ReferenceState(self.me))
         entry.made = True
         entry.holders.add(sender)
         self._send(sender, Held(ref))
@@ -267,7 +278,7 @@ class References:
     def arrived(
         self, ref: RefId, owner: int, sender: int, token: Token
     ) -> tuple[bool, list[Action]]:
-        """Take a reference out of a message, before anybody unpacks it; False: it is lost.
+        """Handle a reference in a message, before it is unpacked; False if it is lost.
 
         It counts as one object, until `dropped`.
         """
@@ -278,21 +289,21 @@ class References:
         elif ref in self._entries:
             entry = self._entries[ref]
         else:
-            entry = self._entries[ref] = _Entry(owner, held=False)
+            entry = self._entries[ref] = _ReferenceState(owner, held=False)
             self._send(owner, Hold(ref))
         if entry is not None:
             entry.local += 1
         if entry is None or entry.held:
-            self._send(sender, Accepted(token))
+            self._send(sender, TokenAccepted(token))
         else:
             entry.waiting.append((sender, token))
         return entry is not None, self._take()
 
     def expect(self, ref: RefId, sender: int) -> bool:
-        """Whether a value of this process that a process asks for is there, or may come.
+        """Whether a process may fetch a value of this one, which is made or may be made.
 
-        It must hold the reference, or be about to make the value. All that it has sent before it
-        asked was heard (`Envelope.after`), so that a hold which is not known is none.
+        It must hold the reference, or be about to make the value. All reliable messages that it
+        sent before were handled (`RpcMessage.after`), so an unknown hold does not exist.
         """
         entry = self._find_own(ref) if sender == ref[0] else self._entries.get(ref)
         if entry is None or entry.owner != self.me:
@@ -300,7 +311,7 @@ class References:
         return sender in entry.holders or sender == self.me or (sender == ref[0] and not entry.made)
 
     def heard(self, sender: int, message: Message) -> list[Action]:
-        """Take a message of this protocol."""
+        """Handle a message of this protocol."""
         if sender not in self._dead:
             self._hear(sender, message)
         return self._take()
@@ -312,10 +323,10 @@ class References:
             self._send(to, Unsure(asked))
         return self._take()
 
-    # --- who is there ----------------------------------------------------------------------
+    # --- processes -------------------------------------------------------------------------
 
     def joined(self, peer: int) -> list[Action]:
-        """Take note of another process."""
+        """Handle that another process has joined."""
         if peer not in self._peers | self._dead | {self.me}:
             self._peers.add(peer)
             for dead in self._limbo:
@@ -323,7 +334,7 @@ class References:
         return self._take()
 
     def died(self, peer: int) -> list[Action]:
-        """Take note that a process is gone for good; all that came from it was fed before."""
+        """Handle that a process is gone for good; all events of it came before."""
         if peer in self._dead:
             return []
         self._peers.discard(peer)
@@ -345,19 +356,19 @@ class References:
         self._leave_limbo()
         return self._take()
 
-    # --- what people see -------------------------------------------------------------------
+    # --- queries ---------------------------------------------------------------------------
 
     def has(self, ref: RefId) -> bool:
         """Whether a reference is known here and not lost."""
         return ref in self._entries
 
     def is_held(self, ref: RefId) -> bool:
-        """Whether a value stays: its owner knows of this hold, or who sent it keeps it."""
+        """Whether a value stays: its owner knows of this hold, or the sender keeps its own."""
         entry = self._entries.get(ref)
         return entry is not None and (entry.held or bool(entry.waiting))
 
     def holders(self) -> dict[RefId, tuple[int, ...]]:
-        """Return which other processes hold each value of this one."""
+        """Return the other processes that hold each value of this one."""
         own = [(ref, entry) for ref, entry in self._entries.items() if entry.owner == self.me]
         return {ref: tuple(sorted(entry.holders)) for ref, entry in own}
 
@@ -374,8 +385,7 @@ class References:
     # --- steps -----------------------------------------------------------------------------
 
     def _next(self) -> tuple[int, int]:
-        self._number += 1
-        return self.me, self._number
+        return self.me, self._new_number()
 
     def _take(self) -> list[Action]:
         self._answer()
@@ -394,35 +404,45 @@ class References:
                 entry = self._find_own(ref)
                 if entry is not None:
                     entry.holders.add(sender)
-                self._send(sender, Gone(ref) if entry is None else Held(ref))
-            case Held(ref):
-                self._hold_stands(ref)
+                self._send(sender, ValueGone(ref) if entry is None else Held(ref))
+            case Held(ref) if self._is_of(ref, sender):
+                self._confirm_hold(ref)
             case Drop(ref):
                 if ref in self._entries:
                     self._entries[ref].holders.discard(sender)
                     self._settle(ref)
-            case Gone(ref):
+            case ValueGone(ref) if self._is_of(ref, sender):
                 self._lose(ref)
-            case Accepted(token):
+            case TokenAccepted(token) if self._was_sent(token, sender):
                 self._end(token)
             case Unsure(tokens):
                 self._decline(sender, tokens)
             case Declined(tokens):
-                self._take_back(tokens)
+                self._take_back([token for token in tokens if self._was_sent(token, sender)])
             case AskFlush(dead):
                 self._asked.add((sender, dead))
             case Flushed(dead):
                 self._awaited.discard((sender, dead))
                 self._leave_limbo()
+            case _:  # forged
+                pass
 
-    def _find_own(self, ref: RefId) -> _Entry | None:
-        """Return a value of this process, also if the call that makes it may be on its way."""
+    def _is_of(self, ref: RefId, owner: int) -> bool:
+        entry = self._entries.get(ref)
+        return entry is not None and entry.owner == owner
+
+    def _was_sent(self, token: Token, to: int) -> bool:
+        sent = self._sent.get(token)
+        return sent is not None and sent.to == to
+
+    def _find_own(self, ref: RefId) -> _ReferenceState | None:
+        """Return a value of this process, also if the call that makes it may not have arrived."""
         coming = ref[0] != self.me and ref[0] not in self._dead and ref not in self._refused
         if ref not in self._entries and coming:
-            self._entries[ref] = _Entry(self.me, made=False)
+            self._entries[ref] = _ReferenceState(self.me, made=False)
         return self._entries.get(ref)
 
-    def _hold_stands(self, ref: RefId) -> None:
+    def _confirm_hold(self, ref: RefId) -> None:
         entry = self._entries.get(ref)
         if entry is None:
             return
@@ -431,11 +451,11 @@ class References:
             self._end(token)
         waiting, entry.waiting = entry.waiting, []
         for sender, token in waiting:
-            self._send(sender, Accepted(token))
+            self._send(sender, TokenAccepted(token))
         self._settle(ref)
 
     def _decline(self, sender: int, tokens: Iterable[Token]) -> None:
-        """Answer about calls that may have been lost; those that were are refused from now on."""
+        """Answer about calls that may be lost; those that are will be refused."""
         expected = {token for entry in self._entries.values() for _, token in entry.waiting}
         declined = tuple([token for token in tokens if token not in expected])
         self._refused.update(declined)
@@ -445,14 +465,14 @@ class References:
         self._send(sender, Declined(declined))
 
     def _end(self, token: Token) -> None:
-        """Keep a reference no longer for the sake of one message."""
+        """No longer keep a reference for one message."""
         sent = self._sent.pop(token, None)
         if sent is not None and sent.ref in self._entries:
             self._entries[sent.ref].tokens.discard(token)
             self._settle(sent.ref)
 
     def _take_back(self, tokens: Iterable[Token]) -> None:
-        """Deal with tokens that nobody has received."""
+        """Handle tokens that were not received."""
         for token in tokens:
             sent = self._sent.get(token)
             if sent is not None and sent.makes:
@@ -460,7 +480,7 @@ class References:
             self._end(token)
 
     def _settle(self, ref: RefId) -> None:
-        """Let go of a reference that nothing needs here."""
+        """Drop a reference that is not needed here anymore."""
         entry = self._entries.get(ref)
         if entry is None or entry.local > 0 or entry.tokens or entry.holders or not entry.held:
             return
@@ -477,18 +497,18 @@ class References:
             return
         for token in entry.tokens:
             self._sent.pop(token, None)
-        for sender, token in entry.waiting:  # which has lost it as well, or will
-            self._send(sender, Accepted(token))
-        self._actions.append(Lost(ref))
+        for sender, token in entry.waiting:  # they have lost it as well, or will
+            self._send(sender, TokenAccepted(token))
+        self._actions.append(ReferenceLost(ref))
         for holder in sorted(entry.holders):
-            self._send(holder, Gone(ref))
+            self._send(holder, ValueGone(ref))
 
     def _ask(self, other: int, dead: int) -> None:
         self._awaited.add((other, dead))
         self._send(other, AskFlush(dead))
 
     def _answer(self) -> None:
-        """Answer those who ask about the dead, as far as all of theirs is held."""
+        """Answer questions about dead processes whose references are all held."""
         if not self._asked:
             return
         pending = {sender for entry in self._entries.values() for sender, _ in entry.waiting}
@@ -498,7 +518,7 @@ class References:
             self._send(by, Flushed(dead))
 
     def _leave_limbo(self) -> None:
-        """If all answers are there, let go of what the dead held, and of what was sent to them."""
+        """When all answers have arrived, end the holds of dead processes and the tokens to them."""
         if self._awaited or not self._limbo:
             return
         gone, self._limbo = self._limbo, set[int]()

@@ -1,4 +1,4 @@
-"""A module that lies in another process."""
+"""A module that another process owns."""
 
 from __future__ import annotations
 
@@ -17,30 +17,39 @@ __all__ = ["RemoteModule"]
 
 
 class RemoteModule(torch.nn.Module):
-    """A module of another process, as one of this: `forward` runs there.
+    """A module that another process owns; `forward` runs there.
 
-    In a context of distributed autograd gradients go through it. It may be sent to other processes
-    by RPC (not pickled otherwise), as a reference. Of the other methods of modules `train` and
-    `eval` are there; those that would need the parameters here raise `ValueError`.
+    In a context of distributed autograd gradients flow through it. It may be sent to other
+    processes by RPC, as a reference, and not pickled otherwise. Of the other methods of modules,
+    `train` and `eval` work; those that need the parameters in this process raise `ValueError`.
 
     Args:
-        remote_device: Where: "worker1/cpu", "rank:1/cuda:0", "worker1" (its CPU).
-        module_cls: What makes the module there.
+        remote_device: The worker and its device: "worker1/cpu", "rank:1/cuda:0", or "worker1" for
+            its CPU.
+        module_cls: Called there to make the module.
         args: Its arguments.
         kwargs: Its keyword arguments.
 
     Raises:
-        UsageError: `remote_device` is nothing of that form.
-        RpcError: RPC has not been initialized; there is no such worker.
-        PeerLost: It is gone.
+        UsageError: `remote_device` does not have that form.
+        RpcError: RPC has not been initialized, or there is no such worker.
+        PeerLost: The worker is gone.
 
     Attributes:
         on: The worker's name or rank.
-        device: The device there; tensors given to `forward` are moved to it.
+        device: The device there; tensors passed to `forward` are moved to it.
         module_rref: The reference to the module.
 
     Cost:
-        A call; errors of making the module are raised by its first use.
+        One call; errors of `module_cls` are raised by the first use of the module.
+
+    Example:
+        ```python
+        layer = RemoteModule(f"worker{1 - rank}/cpu", torch.nn.Linear, (4, 2))
+        assert layer(torch.ones(3, 4)).shape == (3, 2)
+        assert layer.forward_async(torch.ones(3, 4)).wait().shape == (3, 2)
+        assert len(layer.remote_parameters()) == 2  # weight and bias
+        ```
     """
 
     on: str | int
@@ -63,61 +72,103 @@ class RemoteModule(torch.nn.Module):
     def init_from_module_rref(
         remote_device: str, module_rref: RRef[torch.nn.Module]
     ) -> RemoteModule:
-        """Make one of a module that is there already.
+        """Return a remote module for a module that exists already.
 
         Args:
-            remote_device: Where it lies, as in the constructor.
+            remote_device: The worker and device of the module, as in the constructor.
             module_rref: The reference to it.
 
+        Returns:
+            The remote module.
+
         Raises:
-            UsageError: `remote_device` is nothing of that form.
+            UsageError: `remote_device` does not have the form of the constructor's.
             RpcError: RPC has not been initialized.
         """
         return _again(*_parse(remote_device), module_rref)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's `forward` where it lies, with copies of the arguments.
+        """Run the module's `forward` in its process, with copies of the arguments.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            A copy of the result.
 
         Raises:
-            Exception: What it, or the making of the module, has raised.
+            Exception: Raised by `forward`, or by `module_cls`.
             PeerLost: The process is gone.
-            RpcError: See `rpc_sync`.
+            RpcError: As for `rpc.rpc_sync`.
 
         Cost:
-            A call.
+            One call.
         """
         return self._call(api.rpc_sync, _forward, self.device, args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-        """As `forward`, but return a future."""
+        """Start the module's `forward` in its process, and return a future of the result.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            A future of a copy of the result; its `wait` raises the errors of `forward`.
+
+        Cost:
+            One call.
+        """
         return self._call(api.rpc_async, _forward, self.device, args, kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:
         """Return references to the parameters, for `DistributedOptimizer`.
 
         Args:
-            recurse: Also to those of modules within.
+            recurse: Whether to include the parameters of submodules.
+
+        Returns:
+            A reference per parameter, in the order of `torch.nn.Module.parameters`.
 
         Cost:
-            A call.
+            One call.
         """
         return self._call(api.rpc_sync, _parameters, recurse)
 
     def get_module_rref(self) -> RRef[torch.nn.Module]:
-        """Return the reference to the module."""
+        """Return the reference to the module.
+
+        Returns:
+            The attribute `module_rref`.
+        """
         return self.module_rref
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Put the module into training mode, or evaluation mode; returns this object."""
+        """Put the module into training mode or evaluation mode.
+
+        Args:
+            mode: True for training mode.
+
+        Returns:
+            This object.
+
+        Cost:
+            One call.
+        """
         self._call(api.rpc_sync, _train, mode)
         return self
 
     def eval(self) -> RemoteModule:
-        """Put the module into evaluation mode; returns this object."""
+        """Put the module into evaluation mode, as `train(False)`.
+
+        Returns:
+            This object.
+        """
         return self.train(False)
 
     def parameters(self, recurse: bool = True) -> NoReturn:
-        """Raise: the parameters are elsewhere."""
+        """Raise `ValueError`: the parameters are in another process."""
         raise ValueError(
             "Method ``parameters`` not supported for RemoteModule. "
             "Please use ``remote_parameters`` instead."
@@ -140,7 +191,7 @@ def _not_supported(name: str) -> Callable[..., NoReturn]:
         raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
 
     method.__name__ = name
-    method.__doc__ = "Raise: the module is elsewhere."
+    method.__doc__ = "Raise `ValueError`: the module is in another process."
     return method
 
 
@@ -168,7 +219,7 @@ def _parse(remote_device: str) -> tuple[str | int, str]:
         on = ""
     if on == "" or not isinstance(remote_device, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(
-            "this names no device of a worker",
+            "remote_device must name a worker and a device",
             op="RemoteModule",
             seen=repr(remote_device),
             fix="Write '<worker name>/<device>' or 'rank:<rank>/<device>'.",
@@ -176,7 +227,7 @@ def _parse(remote_device: str) -> tuple[str | int, str]:
     return on, device
 
 
-# --- what runs elsewhere --------------------------------------------------------------------
+# --- functions that run at the owner --------------------------------------------------------
 
 
 def _again(on: str | int, device: str, module_rref: RRef[torch.nn.Module]) -> RemoteModule:

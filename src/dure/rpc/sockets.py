@@ -1,25 +1,24 @@
-"""Messages between processes through sockets: between hosts, and where a host's memory will not do.
+"""Messages between processes through sockets: between hosts, and within one as a fallback.
 
-Every process has one ROUTER socket, on which all others reach it, and opens one DEALER a peer when
-it first has something to say to it: a connection carries messages one way, answers go back through
-the answerer's own. Keys are derived from the job's (`store.router`). One thread serves all sockets;
-others leave messages for it, and wake it. A message travels in frames, each a ZeroMQ message of its
-own, so that a large one is never in ZeroMQ's memory as a whole: it goes out of the sender's copy,
-and into the memory that the receiver will use.
+Every process has one ROUTER socket, to which all others connect, and opens one DEALER socket per
+peer when it first sends something to it. A connection carries messages in one direction; answers
+return through a connection that the answering process opens. Keys are derived from the job key
+(`store.router`). One thread serves all sockets; other threads append messages to queues and wake
+it. A message is cut into frames, each a ZeroMQ message, so that ZeroMQ never holds a large message:
+frames are sent from the sender's copy, and received into the memory that the receiver will use.
 
-A connection is opened once. When it breaks, what waits to be sent through it is dropped, and both
-ends are told, the receiver after all that came through it: what was under way may or may not have
-arrived. A process that answers and leaves breaks both connections, and the one to it may be seen to
-break before the answer was read from the other; so the break is reported when nothing can come from
-the peer any more, or after `_FINISH_S`. The next message opens another connection. To a peer of
-another host it is opened at once, for that alone shows whether the peer is still there; a peer that
-cannot be reached for a while is reported to be lost.
+When a connection breaks, its queued messages are dropped and both ends are notified, the receiver
+after all that arrived through it: messages that were under way may or may not have arrived. A
+process that answers and exits breaks both connections, and the one to it may break before its
+answer was read from the other. So a break is reported when nothing can arrive from the peer
+anymore, or after `_FINISH_S`. The next message opens another connection. A connection to a peer on
+another host is reopened at once, because only that shows whether the peer still runs; a peer that
+cannot be reached for some time is reported as unreachable.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
 import threading
@@ -34,26 +33,28 @@ import torch
 import zmq
 
 from dure.errors import StoreError
+from dure.rpc.failures import malformed_message
 from dure.store.address import is_refused
 from dure.store.key import JobKey
 from dure.store.listener import Listener
-from dure.store.router import GuardedRouter, Guarding, read_event
-from dure.store.silence import ListeningClock, end_after_silence, silence_s
-from dure.store.wire import MAX_FRAME_BYTES
+from dure.store.monitored import MonitoredSocket
+from dure.store.router import GuardedRouter, Guarding
+from dure.store.silence import ListeningClock, silence_s
+from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES
 from dure.trace import logs
 
-__all__ = ["Assembly", "Sockets", "Told", "frames_of"]
+__all__ = ["Assembly", "SocketReceiver", "Sockets", "frames_of"]
 
 _GUARDING = Guarding(what="rpc", waiting_requests=32, waiting_replies=1)
-_WAITING_FRAMES = 32  # of one connection, in ZeroMQ's memory
-_BURST = 64  # frames of one connection before the others' turn
+_WAITING_FRAMES = 32  # per connection, in ZeroMQ's memory
+_BURST = 64  # frames of one connection before other connections are served
 _PAUSE_S = 0.1  # between two attempts to connect
-_REFUSED_S = 10.0  # how long a process is looked for whose port refuses connections
-_BUSY_S = 1.0  # that this thread may be busy; longer is a pause of this process
-_ASK_S = 2.0  # between two questions whether a port does
-_CLOSE_S = 1.0  # for what waits to be sent when the process leaves
-_LOOK_S = 0.2  # between two looks at processes that no descriptor stands for
-_FINISH_S = 1.0  # for all connections of a process to be seen to break, when one did or it ended
+_REFUSED_S = 10.0  # after which a process whose port refuses connections is unreachable
+_BUSY_S = 1.0  # for which this thread may be busy; more counts as a pause of this process
+_ASK_S = 2.0  # between two checks whether a port refuses connections
+_CLOSE_S = 1.0  # for queued messages to be sent when this process leaves
+_LOOK_S = 0.2  # between two checks of processes that have no pidfd
+_FINISH_S = 1.0  # until all connections of a process that ended, or of which one broke, are closed
 _MOST_SOCKETS = 16_383
 _LONGEST_POLL_S = 3600.0
 _HELLO = b"\0"
@@ -69,18 +70,17 @@ _EVENTS = (
 )
 
 _log = logs.logger("rpc")
-_numbers = itertools.count()
 
 
 class _Hello(msgspec.Struct, array_like=True, frozen=True):
-    """The first frame of a connection: for whom it is, and from whom."""
+    """The first frame of a connection: the world that the sender belongs to, and its id."""
 
     world: str
     sender: int
 
 
 class _Opening(msgspec.Struct, array_like=True, frozen=True):
-    """The beginning of a message: its body, and how long the memories are that follow."""
+    """The beginning of a message: its body, and the sizes of the memories that follow."""
 
     body: bytes
     memories: tuple[int, ...]
@@ -103,38 +103,38 @@ def frames_of(body: bytes, memories: Sequence[bytes]) -> Iterator[bytes | memory
 
 
 class Assembly:
-    """Puts the frames of one connection together."""
+    """Joins the frames of one connection to messages."""
 
     def __init__(self) -> None:
-        self._packed: bytearray | None = None  # an opening that is not read yet
+        self._packed: bytearray | None = None  # an incomplete opening
         self._body = b""
         self._memories: list[torch.Tensor] = []
-        self._open: deque[memoryview] = deque()  # what the next frames fill
+        self._open: deque[memoryview] = deque()  # to be filled by the next frames
 
     def take(self, frame: bytes) -> tuple[bytes, list[torch.Tensor]] | None:
-        """Take the next frame; return the message that it completes: body, memories (uint8).
+        """Add the next frame; return body and memories (uint8) if it completes a message.
 
         Raises:
-            ValueError: It does not continue what came before.
+            ValueError: The frame does not continue the frames before it.
         """
         part = memoryview(frame)
         if not self._open:
             length = int.from_bytes(part[:_HEAD_BYTES], "little")
             if length > _MOST_OPENING_BYTES:
-                raise ValueError("a frame that begins no message")
+                raise ValueError("the frame does not begin a message")
             self._packed = bytearray(length)
             self._open.append(memoryview(self._packed))
             part = part[_HEAD_BYTES:]
         target, count = self._open.popleft(), len(part)
         if not 0 < count <= len(target):
-            raise ValueError("a frame that is longer than what it belongs to, or empty")
+            raise ValueError("the frame is empty, or longer than the rest of its message")
         target[:count] = part
         if count < len(target):
             self._open.appendleft(target[count:])
         elif self._packed is not None:
             opening, self._packed = _read_opening(self._packed), None
             if min(opening.memories, default=0) < 0:
-                raise ValueError("memory of negative length")
+                raise ValueError("a memory has a negative size")
             self._body = opening.body
             self._memories = [
                 torch.empty(n, dtype=torch.uint8, device="cpu") for n in opening.memories
@@ -146,22 +146,22 @@ class Assembly:
         return self._body, memories
 
 
-class Told(Protocol):
-    """Who is told what happens, in the sockets' thread; returns quickly."""
+class SocketReceiver(Protocol):
+    """Receives messages and events, in the sockets' thread; its methods return quickly."""
 
     def message(self, sender: int, body: bytes, memories: list[torch.Tensor]) -> None:
-        """A message came."""
+        """Receive a message."""
 
     def broken(self, peer: int) -> None:
-        """A connection from or to a process broke; all that came through it was told before."""
+        """Handle that a connection from or to a process broke, after its last message."""
 
     def unreachable(self, peer: int) -> None:
-        """A process of another host could not be reached for too long."""
+        """Handle that a process of another host could not be reached for too long."""
 
 
 @dataclass(slots=True, eq=False)
 class _Incoming:
-    """A connection from a peer; `sender` None: what comes through it is ignored."""
+    """A connection from a peer; if `sender` is None, its frames are ignored."""
 
     sender: int | None
     assembly: Assembly = field(default_factory=Assembly)
@@ -169,22 +169,29 @@ class _Incoming:
 
 @dataclass(slots=True, eq=False)
 class _Outgoing:
-    """The way to a peer. Others append to `queue`; the rest is the sockets' thread's."""
+    """A connection to a peer. Any thread appends to `queue`; the rest is the sockets' thread's.
+
+    Attributes:
+        near: Whether the peer is on this host.
+        frame: The frame that ZeroMQ has not accepted yet.
+        link: The socket, if the connection is open or being opened.
+        since: When it was found closed, by the sockets' clock.
+        refused: Whether the peer's host refuses connections to its port.
+    """
 
     peer: int
     endpoint: str
-    near: bool  # of this host
+    near: bool
     queue: deque[tuple[bytes, Sequence[bytes]]] = field(
         default_factory=deque[tuple[bytes, Sequence[bytes]]]
     )
     frames: Iterator[bytes | memoryview] = field(default_factory=lambda: iter(()))
-    frame: bytes | memoryview | None = None  # which ZeroMQ has not taken yet
-    socket: zmq.Socket[bytes] | None = None
-    monitor: zmq.Socket[bytes] | None = None
+    frame: bytes | memoryview | None = None
+    link: MonitoredSocket | None = None
     open: bool = False
-    since: float = 0.0  # when it was found closed, by the sockets' clock
+    since: float = 0.0
     retry_at: float = 0.0
-    refused: bool = False  # its host refuses connections there
+    refused: bool = False
     ask_at: float = 0.0
 
 
@@ -192,16 +199,16 @@ class Sockets:
     """The sockets of a process.
 
     Args:
-        listener: Where others reach it.
-        key: The job key; None talks in the clear to everybody.
-        world: What all processes of the job have in common, and others have not.
-        unreachable_s: How long a process of another host is looked for; None: as long as a host may
-            be silent.
+        listener: Where other processes connect.
+        key: The job key; if None, nothing is encrypted and every client is admitted.
+        world: A name that all processes of this world have, and no others.
+        unreachable_s: How long to try to reach a process of another host; if None, as long as a
+            host may be silent.
 
-    Threads: any, but for `start`, which is called once.
+    Threads: any, except that `start` is called once.
 
     Raises:
-        StoreError: It cannot listen there.
+        StoreError: The process cannot listen there.
     """
 
     def __init__(
@@ -224,69 +231,68 @@ class Sockets:
         self._waker, self._wakened = socket.socketpair()
         self._wakened.setblocking(False)
         self._awake = False
-        self._left: deque[_Outgoing | Callable[[], None]] = deque()  # for the thread
-        self._ways: dict[int, _Outgoing] = {}
-        self._closed_ways: set[_Outgoing] = set()  # that are to be opened
-        self._broken: dict[_Outgoing, float] = {}  # until when the report of a break is held back
+        self._posted: deque[_Outgoing | Callable[[], None]] = deque()  # for the thread
+        self._connections: dict[int, _Outgoing] = {}
+        self._closed: set[_Outgoing] = set()  # to be opened
+        self._broken: dict[_Outgoing, float] = {}  # until when the report of a break is delayed
         self._monitors: dict[zmq.Socket[bytes], _Outgoing] = {}
-        self._full: set[_Outgoing] = set()  # that wait for ZeroMQ to take more
+        self._full: set[_Outgoing] = set()  # whose sockets accept no more frames now
         self._incoming: dict[bytes, _Incoming] = {}
         self._finishing: dict[int, tuple[float, Callable[[], None]]] = {}
         self._watched: dict[Any, Callable[[], None]] = {}  # by descriptor
-        self._looked_at: list[tuple[Callable[[], bool], Callable[[], None]]] = []
-        self._look_due = 0.0
+        self._polled: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self._poll_due = 0.0
         self._poller = zmq.Poller()
         self._ends_at: float | None = None
-        self._clock = ListeningClock()  # for how long others are looked for
+        self._clock = ListeningClock()  # measures how long processes are unreachable
         self._thread = threading.Thread(target=self._run, name="dure-rpc-sockets", daemon=True)
 
-    def start(self, own_id: int, told: Told) -> None:
-        """Begin to receive and to send."""
-        self._told, self._hello = told, _HELLO + _pack(_Hello(self._world, own_id))
+    def start(self, own_id: int, receiver: SocketReceiver) -> None:
+        """Start to receive and to send."""
+        self._receiver, self._hello = receiver, _HELLO + _pack(_Hello(self._world, own_id))
         self._thread.start()
 
     def send(
         self, to: int, endpoint: str, near: bool, body: bytes, memories: Sequence[bytes]
     ) -> None:
-        """Send a message to the process `to`, which listens at `endpoint`; returns at once."""
-        way = self._ways.get(to) or self._ways.setdefault(to, _Outgoing(to, endpoint, near))
-        way.queue.append((body, memories))
-        self._leave(way)
+        """Queue a message for the process `to`, which listens at `endpoint`."""
+        known = self._connections.get(to)
+        out = known or self._connections.setdefault(to, _Outgoing(to, endpoint, near))
+        out.queue.append((body, memories))
+        self._post(out)
 
-    def leads_to(self, peer: int) -> bool:
-        """Whether something was sent to a process."""
-        return peer in self._ways
+    def has_sent_to(self, peer: int) -> bool:
+        """Whether a message was sent to a process."""
+        return peer in self._connections
 
     def finish(self, peer: int, then: Callable[[], None]) -> None:
-        """Call `then` in the sockets' thread, when all was read that a process has sent.
-
-        The process has ended: its connections break, if they are not broken yet.
-        """
-        self._leave(lambda: self._finish(peer, then))
+        """Call `then` in the sockets' thread when all messages of an ended process were read."""
+        self._post(lambda: self._finish(peer, then))
 
     def watch(self, descriptor: int, then: Callable[[], None]) -> None:
-        """Call `then` in the sockets' thread when a descriptor can be read, and close it."""
-        self._leave(lambda: self._watch_descriptor(descriptor, then))
+        """Call `then` in the sockets' thread when a descriptor is readable, and close it."""
+        self._post(lambda: self._watch_descriptor(descriptor, then))
 
-    def look(self, happened: Callable[[], bool], then: Callable[[], None]) -> None:
-        """Call `then` in the sockets' thread soon after `happened` has begun to return True."""
-        self._leave(lambda: self._looked_at.append((happened, then)))
+    def poll(self, happened: Callable[[], bool], then: Callable[[], None]) -> None:
+        """Call `then` in the sockets' thread soon after `happened` first returns True."""
+        self._post(lambda: self._polled.append((happened, then)))
 
     def forget(self, peer: int) -> None:
-        """Close the way to a process; what waits is dropped."""
-        self._leave(lambda: self._forget(peer))
+        """Close the connection to a process, and drop its queue."""
+        self._post(lambda: self._forget(peer))
 
     def close(self) -> None:
-        """Send what waits, as far as that takes no second, and end."""
+        """Send what is queued, for at most `_CLOSE_S`, and close all sockets."""
         self._ends_at = time.monotonic() + _CLOSE_S
-        self._leave(lambda: None)
+        self._post(lambda: None)
         if self._thread.ident is None:
             self._end()
         elif self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _leave(self, what: _Outgoing | Callable[[], None]) -> None:
-        self._left.append(what)
+    def _post(self, item: _Outgoing | Callable[[], None]) -> None:
+        """Have the thread send a connection's queue, or call a function."""
+        self._posted.append(item)
         if not self._awake:
             self._awake = True
             with contextlib.suppress(OSError):  # the thread has ended
@@ -306,14 +312,14 @@ class Sockets:
                 try:
                     self._serve(ready)
                 except Exception:
-                    _log.exception("the sockets' thread goes on after an error")
+                    _log.exception("the sockets' thread continues after an error")
         finally:
             self._end()
 
     def _end(self) -> None:
         self._guarded.close()
-        for way in list(self._ways.values()):
-            self._shut(way)
+        for out in list(self._connections.values()):
+            self._shut(out)
         self._context.destroy(linger=int(_CLOSE_S * 1000))
         for descriptor in self._watched:
             os.close(descriptor)
@@ -324,18 +330,18 @@ class Sockets:
         if self._ends_at is None:
             return False
         waits = any(
-            (way.queue or way.frame) and (way.open or (way.near and way.socket is not None))
-            for way in self._ways.values()
+            (out.queue or out.frame) and (out.open or (out.near and out.link is not None))
+            for out in self._connections.values()
         )
-        return not (waits or self._left) or time.monotonic() >= self._ends_at
+        return not (waits or self._posted) or time.monotonic() >= self._ends_at
 
     def _patience_ms(self) -> int:
         now = time.monotonic()
-        dues = [way.retry_at if way.socket is None else now + _PAUSE_S for way in self._closed_ways]
+        dues = [out.retry_at if out.link is None else now + _PAUSE_S for out in self._closed]
         dues += [until for until, _ in self._finishing.values()]
         dues += self._broken.values()
-        if self._looked_at:
-            dues.append(self._look_due)
+        if self._polled:
+            dues.append(self._poll_due)
         if self._ends_at is not None:
             dues.append(self._ends_at)
         return int(max(0.0, min((*dues, now + _LONGEST_POLL_S)) - now) * 1000) + bool(dues)
@@ -344,17 +350,17 @@ class Sockets:
         if self._wakened.fileno() in ready:
             self._wakened.recv(4096)
         self._awake = False
-        while self._left:
-            left = self._left.popleft()
-            if not isinstance(left, _Outgoing):
-                left()
-            elif left.open:
-                self._pump(left)
-            elif left in self._broken:
-                continue  # what waits is dropped when the break is reported
-            elif left.socket is None and self._ways.get(left.peer) is left:
-                left.since = left.since or self._clock.now()
-                self._closed_ways.add(left)
+        while self._posted:
+            item = self._posted.popleft()
+            if not isinstance(item, _Outgoing):
+                item()
+            elif item.open:
+                self._pump(item)
+            elif item in self._broken:
+                continue  # its queue is dropped when the break is reported
+            elif item.link is None and self._connections.get(item.peer) is item:
+                item.since = item.since or self._clock.now()
+                self._closed.add(item)
         for descriptor in ready.keys() & self._watched.keys():
             self._poller.unregister(descriptor)
             then = self._watched.pop(descriptor)
@@ -367,60 +373,55 @@ class Sockets:
             self._read(_BURST)
         if self._broken:
             self._report_breaks()
-        for monitor, way in [each for each in self._monitors.items() if each[0] in ready]:
-            self._watch(way, monitor)
-        for way in [way for way in self._full if way.socket in ready]:
-            self._pump(way)
-        self._look_at_the_clock()
+        for monitor, out in [each for each in self._monitors.items() if each[0] in ready]:
+            self._handle_events(out, monitor)
+        for out in [out for out in self._full if out.link and out.link.socket in ready]:
+            self._pump(out)
+        self._handle_timeouts()
 
     def _watch_descriptor(self, descriptor: int, then: Callable[[], None]) -> None:
         self._watched[descriptor] = then
         self._poller.register(descriptor, zmq.POLLIN)
 
-    def _look_at_the_clock(self) -> None:
+    def _handle_timeouts(self) -> None:
         now = time.monotonic()
-        for way in list(self._closed_ways):
-            if not way.near and self._clock.now() >= way.since + self._patience_s(way):
-                self._closed_ways.discard(way)
-                self._told.unreachable(way.peer)
-            elif way.socket is None and now >= way.retry_at:
-                self._connect(way)
+        for out in list(self._closed):
+            if not out.near and self._clock.now() >= out.since + self._patience_s(out):
+                self._closed.discard(out)
+                self._receiver.unreachable(out.peer)
+            elif out.link is None and now >= out.retry_at:
+                self._connect(out)
         for peer, (until, then) in list(self._finishing.items()):
             if now >= until:
                 del self._finishing[peer]
                 then()
-        if self._looked_at and now >= self._look_due:
-            self._look_due = now + _LOOK_S
-            self._look()
+        if self._polled and now >= self._poll_due:
+            self._poll_due = now + _LOOK_S
+            for one in [one for one in self._polled if one[0]()]:
+                self._polled.remove(one)
+                self._post(one[1])  # so that an error in it affects no other
 
-    def _look(self) -> None:
-        for one in list(self._looked_at):
-            happened, then = one
-            if happened():
-                self._looked_at.remove(one)  # first: one that fails keeps no other from being seen
-                then()
+    def _patience_s(self, out: _Outgoing) -> float:
+        """Return for how long to try to reach a process of another host."""
+        return min(self._unreachable_s, _REFUSED_S) if out.refused else self._unreachable_s
 
-    def _patience_s(self, way: _Outgoing) -> float:
-        """Return how long a process of another host is looked for."""
-        return min(self._unreachable_s, _REFUSED_S) if way.refused else self._unreachable_s
-
-    def _ask_host_of(self, way: _Outgoing) -> None:
+    def _check_refused(self, out: _Outgoing) -> None:
         """Check every `_ASK_S`, in a thread, whether the port of a process refuses connections."""
         now = time.monotonic()
-        if way.near or now < way.ask_at:
+        if out.near or now < out.ask_at:
             return
-        way.ask_at = now + _ASK_S
+        out.ask_at = now + _ASK_S
 
         def ask() -> None:
-            refused = is_refused(way.endpoint)
-            self._leave(lambda: setattr(way, "refused", refused and not way.open))
+            refused = is_refused(out.endpoint)
+            self._post(lambda: setattr(out, "refused", refused and not out.open))
 
         threading.Thread(target=ask, name="dure-rpc-ask", daemon=True).start()
 
     # --- receiving ---------------------------------------------------------------------------
 
     def _read_all(self) -> None:
-        """Read what is there, and not much more if it never ends."""
+        """Read the frames that have arrived; few more if frames keep arriving."""
         self._read(_GUARDING.waiting_requests * (1 + len(self._incoming)))
 
     def _read(self, most: int) -> None:
@@ -433,31 +434,33 @@ class Sockets:
             frame = self._guarded.receive(client)
             if router.rcvmore:
                 router.recv_multipart()
-                frame = b""  # nobody of ours sends several
+                frame = b""  # no process of Dure sends several parts
             try:
                 self._take(client, frame)
-            except Exception:  # of a member with an error, or of another version
-                _log.exception("what comes through a connection is ignored from now on")
+            except Exception as error:  # of a faulty process, or of another version
+                known = self._incoming.get(client)
+                malformed = malformed_message(known.sender if known else None, error)
+                _log.error("a connection is ignored from now on: %s", malformed, exc_info=error)
                 self._incoming[client] = _Incoming(None)
 
     def _take(self, client: bytes, frame: bytes) -> None:
         incoming = self._incoming.get(client)
         if incoming is None:
             if frame[:1] != _HELLO:
-                raise ValueError("a connection that does not begin with a greeting")
+                raise ValueError("the connection does not begin with a hello")
             hello = _read_hello(memoryview(frame)[1:])
             known = hello.world == self._world
             self._incoming[client] = _Incoming(hello.sender if known else None)
         elif incoming.sender is not None:
-            whole = incoming.assembly.take(frame)
-            if whole is not None:
-                self._told.message(incoming.sender, *whole)
+            complete = incoming.assembly.take(frame)
+            if complete is not None:
+                self._receiver.message(incoming.sender, *complete)
 
     def _gone(self, client: bytes) -> None:
         incoming = self._incoming.pop(client, None)
         if incoming is None or incoming.sender is None:
             return
-        self._told.broken(incoming.sender)
+        self._receiver.broken(incoming.sender)
         if incoming.sender in self._finishing and not self._comes_from(incoming.sender):
             self._finishing.pop(incoming.sender)[1]()
 
@@ -473,111 +476,102 @@ class Sockets:
 
     # --- sending -----------------------------------------------------------------------------
 
-    def _connect(self, way: _Outgoing) -> None:
+    def _connect(self, out: _Outgoing) -> None:
         try:
-            way.socket = out = self._context.socket(zmq.DEALER)
-            way.monitor = self._context.socket(zmq.PAIR)
-            out.linger, way.monitor.linger = 0, 0
-            out.reconnect_ivl, out.sndhwm = -1, _WAITING_FRAMES
-            out.ipv6 = "[" in way.endpoint
-            if not way.near:
-                end_after_silence(out)
-            if self._key is not None:
-                self._key.arm(out, "rpc client")
-                out.curve_serverkey = self._key.pair("rpc server").public
-            watch = f"inproc://monitor-{next(_numbers)}"
-            out.monitor(watch, _EVENTS)
-            way.monitor.connect(watch)
-            out.connect(way.endpoint)
+            link = MonitoredSocket(self._context, _EVENTS, FRAME_LIMIT, between_hosts=not out.near)
+            with link.closed_on_error():
+                link.socket.reconnect_ivl, link.socket.sndhwm = -1, _WAITING_FRAMES
+                link.use_key(self._key, "rpc")
+                link.connect(out.endpoint)
         except zmq.ZMQError as error:
-            _log.warning("no connection to %s can be made: %s", way.endpoint, error)
-            self._shut(way)
-            way.retry_at = time.monotonic() + _PAUSE_S
+            _log.warning("no connection to %s can be made: %s", out.endpoint, error)
+            out.retry_at = time.monotonic() + _PAUSE_S
             return
-        self._monitors[way.monitor] = way
-        self._poller.register(way.monitor, zmq.POLLIN)
+        out.link = link
+        self._monitors[link.monitor] = out
+        self._poller.register(link.monitor, zmq.POLLIN)
 
-    def _watch(self, way: _Outgoing, monitor: zmq.Socket[bytes]) -> None:
-        while way.monitor is monitor and monitor.poll(0):
-            event, _ = read_event(monitor)
+    def _handle_events(self, out: _Outgoing, monitor: zmq.Socket[bytes]) -> None:
+        link = out.link
+        while link is not None and link is out.link and link.monitor is monitor:
+            event = link.event()
+            if event is None:
+                return
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                way.open, way.since, way.refused = True, 0.0, False
-                self._closed_ways.discard(way)
-                way.frames = iter((self._hello,))
-                self._pump(way)
-            elif way.open:
-                self._break(way)
+                out.open, out.since, out.refused = True, 0.0, False
+                self._closed.discard(out)
+                out.frames = iter((self._hello,))
+                self._pump(out)
+            elif out.open:
+                self._break(out)
             else:
-                self._shut(way)
-                way.retry_at = time.monotonic() + _PAUSE_S
-                self._ask_host_of(way)
+                self._shut(out)
+                out.retry_at = time.monotonic() + _PAUSE_S
+                self._check_refused(out)
 
-    def _break(self, way: _Outgoing) -> None:
-        self._shut(way)
-        way.since = self._clock.now()
-        self._broken[way] = time.monotonic() + _FINISH_S
-        self._leave(lambda: None)  # the next turn sees what else had happened by now
+    def _break(self, out: _Outgoing) -> None:
+        self._shut(out)
+        out.since = self._clock.now()
+        self._broken[out] = time.monotonic() + _FINISH_S
+        self._post(lambda: None)  # so that `_serve` soon reads all that has arrived by now
 
     def _report_breaks(self) -> None:
-        """Report the connections that broke to peers from which nothing can come any more."""
+        """Report broken connections to peers from which nothing can arrive anymore."""
         self._read_all()
         now = time.monotonic()
-        for way, until in list(self._broken.items()):
-            may_come = self._comes_from(way.peer) or self._guarded.num_joining > 0
-            if may_come and now < until:
+        for out, until in list(self._broken.items()):
+            may_arrive = self._comes_from(out.peer) or self._guarded.num_joining > 0
+            if may_arrive and now < until:
                 continue
-            del self._broken[way]
-            way.queue.clear()
-            self._told.broken(way.peer)
-            if not way.near and self._ways.get(way.peer) is way:
-                way.retry_at = now
-                self._closed_ways.add(way)
+            del self._broken[out]
+            out.queue.clear()
+            self._receiver.broken(out.peer)
+            if not out.near and self._connections.get(out.peer) is out:
+                out.retry_at = now
+                self._closed.add(out)
 
-    def _shut(self, way: _Outgoing) -> None:
-        """Close the sockets of a way, if it has any."""
-        self._rest(way)
-        if way.socket is not None:
-            way.socket.disable_monitor()  # before nobody reads: ZeroMQ would wait for good to tell
-        if way.monitor is not None:
-            if self._monitors.pop(way.monitor, None) is not None:
-                self._poller.unregister(way.monitor)
-            way.monitor.close(0)
-        if way.socket is not None:
-            way.socket.close(0 if self._ends_at is None else int(_CLOSE_S * 1000))
-        way.open, way.socket, way.monitor = False, None, None
-        way.frames, way.frame = iter(()), None
+    def _shut(self, out: _Outgoing) -> None:
+        """Close the socket of a connection, if it has one."""
+        self._stop_waiting(out)
+        link, out.link = out.link, None
+        if link is not None:
+            del self._monitors[link.monitor]
+            self._poller.unregister(link.monitor)
+            link.close(0 if self._ends_at is None else int(_CLOSE_S * 1000))
+        out.open, out.frames, out.frame = False, iter(()), None
 
-    def _pump(self, way: _Outgoing) -> None:
-        """Hand frames to ZeroMQ, as many as it takes."""
-        assert way.socket is not None
+    def _pump(self, out: _Outgoing) -> None:
+        """Send frames until ZeroMQ accepts no more."""
+        assert out.link is not None
+        socket = out.link.socket
         for _ in range(_BURST):
-            if way.frame is None:
-                way.frame = next(way.frames, None)
-            if way.frame is None:
-                if not way.queue:
-                    self._rest(way)
+            if out.frame is None:
+                out.frame = next(out.frames, None)
+            if out.frame is None:
+                if not out.queue:
+                    self._stop_waiting(out)
                     return
-                way.frames = frames_of(*way.queue.popleft())
+                out.frames = frames_of(*out.queue.popleft())
                 continue
             try:
-                way.socket.send(way.frame, zmq.NOBLOCK)
+                socket.send(out.frame, zmq.NOBLOCK)
             except zmq.Again:
                 break
-            way.frame = None
-        if way not in self._full:
-            self._full.add(way)
-            self._poller.register(way.socket, zmq.POLLOUT)
+            out.frame = None
+        if out not in self._full:
+            self._full.add(out)
+            self._poller.register(socket, zmq.POLLOUT)
 
-    def _rest(self, way: _Outgoing) -> None:
-        """No longer wait for ZeroMQ to take more."""
-        if way in self._full:
-            self._full.discard(way)
-            self._poller.unregister(way.socket)
+    def _stop_waiting(self, out: _Outgoing) -> None:
+        """Stop waiting until ZeroMQ accepts more frames."""
+        if out in self._full and out.link is not None:
+            self._full.discard(out)
+            self._poller.unregister(out.link.socket)
 
     def _forget(self, peer: int) -> None:
-        way = self._ways.pop(peer, None)
-        if way is not None:
-            self._closed_ways.discard(way)
-            self._broken.pop(way, None)
-            way.queue.clear()
-            self._shut(way)
+        out = self._connections.pop(peer, None)
+        if out is not None:
+            self._closed.discard(out)
+            self._broken.pop(out, None)
+            out.queue.clear()
+            self._shut(out)

@@ -69,7 +69,7 @@ class TensorTable:
         self._covered: list[tuple[int, int]] = []  # first byte and end, per storage
 
     def add(self, tensor: torch.Tensor) -> int | None:
-        """Add a tensor and return its row; None: it must be pickled in torch's own way.
+        """Add a tensor and return its row; None if it must be pickled as torch does it.
 
         Raises:
             ValueError: The tensor is on a device without a device map.
@@ -116,7 +116,7 @@ class TensorTable:
             device, plain = self._device_there(tensor.device), plain.cpu()
         plain = plain.resolve_conj().resolve_neg()
         storage, size = plain.untyped_storage(), plain.itemsize
-        identity = storage._cdata  # pyright: ignore[reportPrivateUsage]: what tells storages apart
+        identity = storage._cdata  # pyright: ignore[reportPrivateUsage]: unique per storage
         number = self._numbers.setdefault(identity, len(self._storages))
         if number == len(self._storages):
             self._storages.append(storage)

@@ -1,13 +1,13 @@
-"""What all workers do together: gather values, and find out that nothing is under way any more.
+"""Operations of all workers: gather values, and detect that no call is under way anymore.
 
-**Gathering.** Who has the first name of those who take part is the leader. Each calls it with a
-value, and the calls are answered when all are there.
+**Gathering.** The worker with the first name is the leader. Each worker calls it with a value, and
+the calls are answered when all have been made.
 
-**The end.** A call may call others, so nobody knows by itself that it is done. When all have come
-to the end, the leader asks each, in rounds, how many calls it has made and how many are under way
-or run there. When two rounds in a row say that nothing is, and no call was made between them,
-nothing is: a message under way is one of a call that somebody waits for. Who dies counts as done;
-if the leader does, the next one begins anew.
+**The end.** A call may make other calls, so no process knows by itself that it is done. When all
+workers have called `shutdown`, the leader asks each, in rounds, how many calls it has made and how
+many are pending or run there. When two rounds in a row find none, and no call was made between
+them, none is under way: a message under way would belong to a call that some worker waits for. A
+worker that dies counts as done; if the leader dies, the next one starts again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import torch
 
 from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc.current import current
-from dure.rpc.functions import Later
+from dure.rpc.functions import DeferredResult
 
 if TYPE_CHECKING:
-    from dure.rpc.agent import Agent
+    from dure.rpc.agent import RpcAgent
 
 __all__ = ["Gatherings", "all_gather", "wait_all_workers", "wait_for_own"]
 
 _MOST_S = 0.05
-"""The longest time between two rounds."""
+"""The longest pause between two rounds."""
 
 _WITHDRAW_S = 1.0
 """How long a worker that has timed out waits until the leader has removed its entries."""
@@ -49,22 +49,24 @@ class _Gathering:
 
 
 class Gatherings:
-    """Those of which this process is the leader, and how many it took part in."""
+    """The gatherings that this process leads, and how many it has entered."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: RpcAgent) -> None:
         self._agent, self._lock = agent, threading.Lock()
         self._open: dict[str, _Gathering] = {}
         self._counts: dict[str, int] = {}
 
     def key(self, names: Collection[str]) -> str:
-        """Return a key for the next gathering of these, equal on all of them."""
+        """Return a key for the next gathering of these workers, equal on all of them."""
         joined = ",".join(sorted(names))
         with self._lock:
             self._counts[joined] = number = self._counts.get(joined, 0) + 1
         return f"{number}/{joined}"
 
-    def enter(self, key: str, name: str, value: Any, names: set[str], without_dead: bool) -> Later:
-        """Take a value; all are the answer, when they are there."""
+    def enter(
+        self, key: str, name: str, value: Any, names: set[str], without_dead: bool
+    ) -> DeferredResult:
+        """Add a value; the answer, when all workers have entered, is all values."""
         future = torch.futures.Future[Any]()
         with self._lock:
             gathering = self._open.setdefault(key, _Gathering(names, without_dead))
@@ -72,7 +74,7 @@ class Gatherings:
         for dead in names - {worker.name for worker in self._agent.workers}:  # since the call
             self.died(dead, PeerLost(f"worker {dead!r} is gone", op="gathering"))
         self._look(key)
-        return Later(future, counted=False)
+        return DeferredResult(future, counted=False)
 
     def withdraw(self, keys: Collection[str], name: str) -> None:
         """Remove the entries of a worker whose call has timed out."""
@@ -82,7 +84,7 @@ class Gatherings:
                 gathering.futures.pop(name, None)
 
     def died(self, name: str, error: PeerLost) -> None:
-        """Go on without who died, or end what cannot be whole any more."""
+        """Continue without a worker that died, or fail gatherings that need it."""
         with self._lock:
             concerned = {key: g for key, g in self._open.items() if name in g.names}
             for key, gathering in concerned.items():
@@ -97,7 +99,7 @@ class Gatherings:
                     future.set_exception(error)
 
     def _look(self, key: str) -> None:
-        """Answer if all are there, the leader last: it may end then."""
+        """Answer if all workers have entered, the leader last, because it may exit then."""
         with self._lock:
             gathering = self._open.get(key)
             if gathering is None or not gathering.names <= gathering.values.keys():
@@ -107,7 +109,7 @@ class Gatherings:
             gathering.futures[name].set_result(gathering.values)
 
 
-def enter(key: str, name: str, value: Any, names: set[str], without_dead: bool) -> Later:
+def enter(key: str, name: str, value: Any, names: set[str], without_dead: bool) -> DeferredResult:
     """Take part in a gathering, at the leader."""
     return current().gatherings.enter(key, name, value, names, without_dead)
 
@@ -118,51 +120,51 @@ def withdraw(keys: Collection[str], name: str) -> None:
 
 
 def report() -> tuple[int, int]:
-    """Return how many calls a worker has made, and how many are under way or run there now."""
+    """Return how many calls a worker has made, and how many are pending or run there."""
     started, running = current().activity()
     return started, running - 1  # without this one
 
 
 def all_gather(
-    agent: Agent, value: Any, names: Collection[str] | None = None, timeout: float = -1.0
+    agent: RpcAgent, value: Any, names: Collection[str] | None = None, timeout: float = -1.0
 ) -> dict[str, Any]:
-    """Return the values of all that take part, by their names.
+    """Return the values of some workers, by their names.
 
     Args:
-        agent: This process's.
-        value: This process's.
-        names: Who takes part; None: all.
-        timeout: Seconds; -1: the default, 0: none.
+        agent: The agent of this process.
+        value: The value of this process.
+        names: The workers; if None, all.
+        timeout: Seconds; -1 for the default, 0 for none.
 
     Collective:
-        All of them call, and wait for each other.
+        All of these workers call, and wait for each other.
 
     Raises:
-        UsageError: This process is none of them.
+        UsageError: This process is not one of them.
         PeerLost: One of them is gone.
-        RpcError: The time is over.
+        RpcError: The call has timed out.
     """
     names = set(names or (worker.name for worker in agent.workers))
     if agent.me.name not in names:
         raise UsageError(
-            "a worker that takes no part cannot wait for those that do",
+            "this worker is not one of those that were named",
             op="gathering",
             seen=f"{agent.me.name!r} is not among {', '.join(sorted(names))}",
-            fix="Only those that are named call this, each with the same names.",
+            fix="Call it only on the workers that are named, with the same names on each.",
         )
     args = agent.gatherings.key(names), agent.me.name, value, names, False
     return agent.caller.ask(min(names), enter, args, timeout)
 
 
-def wait_all_workers(agent: Agent, timeout: float = 0.0) -> None:
-    """Wait until all workers have come here, and no call is under way or runs on any of them.
+def wait_all_workers(agent: RpcAgent, timeout: float = 0.0) -> None:
+    """Wait until all workers have called this, and no call is pending or runs on any of them.
 
     Args:
-        agent: This process's.
-        timeout: Seconds; 0 is none.
+        agent: The agent of this process.
+        timeout: Seconds; 0 for none.
 
     Raises:
-        RpcError: The time is over.
+        RpcError: The wait has timed out.
     """
     deadline = time.monotonic() + timeout if timeout > 0 else inf
     while True:
@@ -179,21 +181,21 @@ def wait_all_workers(agent: Agent, timeout: float = 0.0) -> None:
             if lost.peer == leader.id:
                 continue
             raise
-        except RpcError:  # timed out: the entries would count as this worker's next call
+        except RpcError:  # timed out; its entries must not count for its next call
             with suppress(RpcError):
                 agent.caller.ask(leader, withdraw, (keys, agent.me.name), _WITHDRAW_S)
             raise
         return
 
 
-def wait_for_own(agent: Agent, timeout: float = 0.0) -> None:
-    """Wait until no call of this process is under way, and none runs here."""
+def wait_for_own(agent: RpcAgent, timeout: float = 0.0) -> None:
+    """Wait until no call of this process is pending, and none runs here."""
     deadline = time.monotonic() + timeout if timeout > 0 else inf
     while agent.activity()[1]:
         _pause(agent, 0.001, deadline)
 
 
-def _wait_until_quiet(agent: Agent, deadline: float) -> None:
+def _wait_until_quiet(agent: RpcAgent, deadline: float) -> None:
     before, pause = (-1, -1), 0.0005
     while True:
         started = running = 0
@@ -211,16 +213,16 @@ def _wait_until_quiet(agent: Agent, deadline: float) -> None:
             pause = min(2 * pause, _MOST_S)
 
 
-def _pause(agent: Agent, seconds: float, deadline: float) -> None:
-    """Deal with messages for some time."""
+def _pause(agent: RpcAgent, seconds: float, deadline: float) -> None:
+    """Receive messages for some time."""
     agent.transport.wait(agent.transport.ticket(), min(seconds, _left(deadline) or seconds))
 
 
 def _left(deadline: float) -> float:
-    """Return the seconds that are left; 0 is no limit.
+    """Return the seconds until a deadline; 0 for none.
 
     Raises:
-        RpcError: None are.
+        RpcError: It has passed.
     """
     if deadline == inf:
         return 0.0

@@ -1,4 +1,4 @@
-"""One thread for what is due at some time, and for what must not be done where it comes up."""
+"""One thread that runs actions at given times."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dure.trace import logs
 
 __all__ = ["Timers"]
 
-_LONGEST_S = 86_400.0  # that it waits at a time: times may be further than a clock can count
+_LONGEST_S = 86_400.0  # for one wait: the system refuses much longer ones
 
 _log = logs.logger("rpc")
 
 
 class Timers:
-    """The thread, and the times."""
+    """The thread and its queue of actions."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[float, Callable[[], None]] | None] = SimpleQueue()
@@ -27,14 +27,14 @@ class Timers:
         self._thread.start()
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Have something done at a time of `time.monotonic`, or at once if that is past.
+        """Run an action at a time of `time.monotonic`, or at once if that is past.
 
         May be called from finalizers: takes no lock.
         """
         self._queue.put((when, action))
 
     def close(self) -> None:
-        """End, when what is due is done."""
+        """End, after the actions that are due."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -1,22 +1,21 @@
 """How messages reach the other processes of the job.
 
-**Within a host** a message goes through a ring of shared memory (`csrc/core/inbox.h`), read by
-whichever thread is free. The memory of its tensors is copied once, by the sender, into memory of
-its heap that is the receiver's alone from then on; so is a message that is too long for a ring. A
-process has 16 rings for those that send to it. Where a ring is full, or there is none, the message
-goes through a socket; nobody ever waits for a receiver.
+**Within a host** a message goes through a ring in the receiver's shared memory
+(`csrc/core/inbox.h`), which any free thread of the receiver reads. The memory of tensors is copied
+once, by the sender, into memory of its heap that belongs to the receiver from then on; so is a
+message that is too long for a ring. A process has 16 rings for the processes that send to it. If a
+ring is full, or all are taken, the message goes through a socket, so a sender never waits for a
+receiver.
 
-**Between hosts** all goes through sockets (`sockets`). So it does where a process cannot map the
-memory of another of its host (a limit of address space, another container). It finds that out by
-itself: what it cannot read it sends back, and the sender sends that again through a socket, and all
-that follows.
+**Between hosts** all messages go through sockets (`sockets`). So they do if a process cannot map
+the memory of another on its host (a limit of address space, another container). The receiver
+notices that: it returns the message, and the sender resends it and all later ones through a socket.
 
-**Who is gone.** The kernel tells of processes of this host, by their pidfds; where it gives none, a
-thread looks from time to time. Processes of other
-hosts are gone when they cannot be reached for a while, or when others say so (`peers`). Who leaves
-and lives on says so itself: in the log, or, where there is none, in a last message. Before the
-program is told, what came from the process is read; a message that some thread holds in its hands
-at that moment is dropped, as if it had never arrived.
+**Deaths.** The kernel reports processes of this host that end, by their pidfds; if there are none,
+the sockets' thread polls. Processes of other hosts are gone if they cannot be reached for some
+time, or if others have reported them (`peers`). A process that leaves reports that itself: in the
+log, or, if there is none, in a last message. Messages of a process are read before the program
+learns that it is gone; one that a thread is handling at that moment may be dropped.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ import torch
 
 from dure import native
 from dure.errors import PeerLost
-from dure.rpc.envelope import Envelope, Receiver, Transport, Waiter, Work
-from dure.rpc.memory import INLINE_BYTES, Memory, bytes_of, describe, give, own, take
-from dure.rpc.message import Body
-from dure.rpc.peers import LEFT, Peer, Peers
-from dure.rpc.sockets import Sockets, Told
+from dure.rpc.codec import Body
+from dure.rpc.failures import malformed_message
+from dure.rpc.memory import INLINE_BYTES, MemoryRow, bytes_of, describe, give, own, take
+from dure.rpc.message import Receiver, RpcMessage, Transport, Waiter, Work
+from dure.rpc.peers import LEFT, PeerAddress, Peers
+from dure.rpc.sockets import SocketReceiver, Sockets
 from dure.rpc.workers import Workers
 from dure.store.identity import alive
 from dure.trace import logs
@@ -53,39 +53,40 @@ _RING_BYTES = 16 << 10
 """Messages above this size travel as memory do."""
 
 _RINGS = 16
-_BUSY = 64  # messages to a process, after which a ring is asked for where there are many processes
-_OWN = b"\xc0"  # stands in the inbox for a message of this process to itself
-_ELSEWHERE = -1  # the kind of an envelope whose only memory holds the envelope
-_LEAVING = -2  # the kind of an envelope whose sender sends no more
-_UNREAD = -3  # the kind of an envelope that returns a message whose memory its sender cannot reach
+_BUSY = 64  # messages to a process after which it gets a ring, if there are more processes
+_TO_SELF = b"\xc0"  # in the inbox, represents the next message in `HostTransport._to_self`
+_ELSEWHERE = -1  # the type of a message that contains only the address of a long message
+_LEAVING = -2  # the type of the last message of a process
+_UNREAD = -3  # the type of a message that returns one whose memory the receiver cannot map
 
-_CLOSE_S = 1.0  # for calls that run when the process leaves
+_CLOSE_S = 1.0  # for running calls to end when this process leaves
 
 _PATIENCE_S = (1e6, 0.1)
-"""How long the engine waits at a time; in the main thread (1) Ctrl-C is heard in between."""
+"""How long the engine waits at a time; in the main thread (1) Ctrl-C is handled in between."""
 
 _log = logs.logger("rpc")
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Envelope).decode
+_decode = msgspec.msgpack.Decoder(RpcMessage).decode
 
 _MAIN = threading.main_thread().ident
 
 _kept: list[native.Inbox] = []
-"""Inboxes that were closed: peers that do not know it yet still write into their memory."""
+"""Closed inboxes: peers that have not noticed yet still write into their memory."""
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
-    """A peer, and how it is reached.
+class _Route:
+    """How a peer is reached.
 
     Attributes:
-        process: Its memory, if it can be reached.
-        shares: The same, if it can reach this process's memory, as far as is known.
-        sent: How many messages were sent to it without a ring.
+        near: Whether it is on this host.
+        process: Its memory, if it can be mapped.
+        shares: The same, unless the peer has reported that it cannot map this process's memory.
+        sent: Counts messages sent to it without a ring.
         lost: How it ended.
     """
 
-    peer: Peer
+    peer: PeerAddress
     near: bool
     process: native.Process | None = None
     shares: native.Process | None = None
@@ -94,16 +95,20 @@ class _Way:
     lost: str | None = None
 
 
-class HostTransport(Transport, Told):
-    """A `Transport` (see `envelope`) between processes that share a store.
+def _nothing() -> None:
+    """Keep nothing alive."""
+
+
+class HostTransport(Transport, SocketReceiver):
+    """The `Transport` (see `message`) between processes that share a store.
 
     Args:
         inbox: This process's.
-        peers: Who takes part.
+        peers: The processes of this world.
         sockets: This process's; not started.
         slots: How many calls run at a time.
-        shared_memory: False sends everything through sockets.
-        leave: Called at the end.
+        shared_memory: If False, all messages go through sockets.
+        leave: Called once at the end.
 
     Threads: all methods may be called from any thread.
     """
@@ -115,14 +120,14 @@ class HostTransport(Transport, Told):
         sockets: Sockets,
         slots: int,
         shared_memory: bool = True,
-        leave: Callable[[], None] = lambda: None,
+        leave: Callable[[], None] = _nothing,
     ) -> None:
         self._inbox, self.peers, self._sockets = inbox, peers, sockets
-        self._workers = Workers(inbox, self._sort, slots)
+        self._workers = Workers(inbox, self._handle, slots)
         self._shared_memory, self._leave = shared_memory, leave
         self._id, self._host = peers.own_id, peers.me.process.host_id
-        self._ways: dict[int, _Way] = {}
-        self._own: deque[tuple[Envelope, list[torch.Tensor]]] = deque()
+        self._routes: dict[int, _Route] = {}
+        self._to_self: deque[tuple[RpcMessage, list[torch.Tensor]]] = deque()
         self._joining = threading.RLock()
         self._claiming = threading.Lock()
         self._closed = False
@@ -139,29 +144,29 @@ class HostTransport(Transport, Told):
         if peer is not None:
             self._add(peer)
 
-    def send(self, to: int, envelope: Envelope, memories: Sequence[torch.Tensor]) -> None:
+    def send(self, to: int, message: RpcMessage, memories: Sequence[torch.Tensor]) -> None:
         if to == self._id:
-            self._own.append((envelope, [own(memory) for memory in memories]))
-            self._inbox.post(_OWN)
+            self._to_self.append((message, [own(memory) for memory in memories]))
+            self._inbox.post(_TO_SELF)
             return
         try:
-            way = self._ways[to]
+            route = self._routes[to]
         except KeyError:
-            way = self._way(to)
-        if way is None or way.lost is not None:
-            raise PeerLost(f"process {to} is gone", peer=to, seen=(way and way.lost) or "")
-        process = way.shares
+            route = self._route(to)
+        if route is None or route.lost is not None:
+            raise PeerLost(f"process {to} is gone", peer=to, seen=(route and route.lost) or "")
+        process = route.shares
         if process is None:
-            self._send_through_socket(way, envelope, memories)
+            self._send_through_socket(route, message, memories)
             return
         if memories:
-            envelope.memories = tuple([give(process, memory) for memory in memories])
-        packed = _encode(envelope)
+            message.memories = tuple([give(process, memory) for memory in memories])
+        packed = _encode(message)
         if len(packed) > _RING_BYTES:
             packed = self._short(process, packed)
-        outbox = way.outbox or self._claim(way, process)
+        outbox = route.outbox or self._claim(route, process)
         if outbox is None or not outbox.send(packed):
-            self._sockets.send(to, way.peer.endpoint, way.near, packed, ())
+            self._sockets.send(to, route.peer.endpoint, route.near, packed, ())
 
     def ticket(self) -> Waiter:
         return native.Ticket()
@@ -178,12 +183,12 @@ class HostTransport(Transport, Told):
                 left_s = patience_s
                 if deadline != inf:
                     left_s = min(max(0.0, deadline - time.monotonic()), patience_s)
-                message = self._inbox.next(ticket, left_s)
-                if message is None and left_s:
+                packed = self._inbox.next(ticket, left_s)
+                if packed is None and left_s:
                     continue
-                if type(message) is not bytes:
+                if type(packed) is not bytes:
                     break
-                work = self._sort(message)
+                work = self._handle(packed)
                 if work is not None:
                     self._workers.submit(work)
         finally:
@@ -201,235 +206,240 @@ class HostTransport(Transport, Told):
         self._workers.close()
         self._workers.join(_CLOSE_S)
         if not (known or self.peers.logged):
-            for way in list(self._ways.values()):
-                if way.lost is None:
-                    self._take_leave(way)
+            for route in list(self._routes.values()):
+                if route.lost is None:
+                    self._take_leave(route)
         self._sockets.close()
         self.peers.close()
-        self._leave()
+        leave, self._leave = self._leave, _nothing  # it keeps the store
+        leave()
         _kept.append(self._inbox)
-        for way in self._ways.values():
-            way.outbox = way.process = way.shares = None
+        for route in self._routes.values():
+            route.outbox = route.process = route.shares = None
 
-    def _take_leave(self, way: _Way) -> None:
-        """Tell a process that this one leaves, after all else."""
-        peer, envelope = way.peer, Envelope(_LEAVING, self._id)
-        if self._sockets.leads_to(peer.id):  # what is in its ring it reads first, but not these
-            self._sockets.send(peer.id, peer.endpoint, way.near, _encode(envelope), ())
+    def _take_leave(self, route: _Route) -> None:
+        """Notify a process that this one leaves, after all other messages to it."""
+        peer, message = route.peer, RpcMessage(_LEAVING, self._id)
+        if self._sockets.has_sent_to(peer.id):  # it reads its ring first
+            self._sockets.send(peer.id, peer.endpoint, route.near, _encode(message), ())
         else:
             with suppress(PeerLost):
-                self.send(peer.id, envelope, ())
+                self.send(peer.id, message, ())
 
-    # --- who is there ------------------------------------------------------------------------
+    # --- the other processes ------------------------------------------------------------------
 
-    def _way(self, id: int) -> _Way | None:
-        if id not in self._ways and (peer := self.peers.find(id)) is not None:
+    def _route(self, id: int) -> _Route | None:
+        if id not in self._routes and (peer := self.peers.find(id)) is not None:
             self._add(peer)
-        return self._ways.get(id)
+        return self._routes.get(id)
 
-    def _add(self, peer: Peer) -> None:
+    def _add(self, peer: PeerAddress) -> None:
         with self._joining:
-            if peer.id in self._ways:
+            if peer.id in self._routes:
                 return
-            way = _Way(peer, peer.process.host_id == self._host)
-            if way.near and self._shared_memory:
-                with suppress(OSError):  # another container, perhaps: its socket may do
-                    way.process = way.shares = native.heap_peer(*peer.heap)
+            route = _Route(peer, peer.process.host_id == self._host)
+            if route.near and self._shared_memory:
+                with suppress(OSError):  # in another container, perhaps
+                    route.process = route.shares = native.heap_peer(*peer.heap)
             self._receiver.joined(peer.id, peer.name)
-            self._ways[peer.id] = way
-        if way.near:
-            self._watch(way)
+            self._routes[peer.id] = route
+        if route.near:
+            self._watch(route)
 
-    def _watch(self, way: _Way) -> None:
-        """Begin to watch for the end of a process of this host."""
-        process, ended = way.peer.process, partial(self._ended, way)
+    def _watch(self, route: _Route) -> None:
+        """Have `_ended` called when a process of this host ends."""
+        process, ended = route.peer.process, partial(self._ended, route)
         try:
             self._sockets.watch(os.pidfd_open(process.pid), ended)
         except ProcessLookupError:
             pass
-        except (OSError, AttributeError):  # the system, or Python, has none, or no descriptor left
-            is_over = lambda: way.lost is not None or alive(process) is False  # noqa: E731
-            self._sockets.look(is_over, ended)
-        if alive(process) is False:  # since when its number may have been used again
+        except (OSError, AttributeError):  # not supported here, or too many descriptors
+            is_over = lambda: route.lost is not None or alive(process) is False  # noqa: E731
+            self._sockets.poll(is_over, ended)
+        if alive(process) is False:  # its number may belong to another process by now
             threading.Thread(target=ended, daemon=True).start()
 
-    def _ended(self, way: _Way) -> None:
-        """Take note that a process of this host has ended; may be told twice."""
-        if way.lost is None:
-            how = way.process.fate() if way.process is not None else ""
-            self._read_ring_of(way, ended=True)
-            self._sockets.finish(way.peer.id, lambda: self._end(way, how))
-            self.peers.give_up(way.peer.id, how)
+    def _ended(self, route: _Route) -> None:
+        """Handle that a process of this host has ended; may be called twice."""
+        if route.lost is None:
+            how = route.process.fate() if route.process is not None else ""
+            self._read_ring_of(route, ended=True)
+            self._sockets.finish(route.peer.id, lambda: self._end(route, how))
+            self.peers.give_up(route.peer.id, how)
 
     def _lost(self, id: int, how: str) -> None:
-        """Others, or itself, say that a process is gone, or others that this one is."""
+        """Handle that a process has left, or that others have given it, or this one, up."""
         if self._closed:
             return
         if id == self._id:
             _log.error("the others have given this process up: %s", how)
-            for way in list(self._ways.values()):
-                self._end(way, f"it has given this process up ({how})")
+            for route in list(self._routes.values()):
+                self._end(route, f"it has given this process up ({how})")
             return
-        way = self._ways.get(id)
-        if way is None:  # gone before this process came: it has sent us nothing
+        route = self._routes.get(id)
+        if route is None:  # gone before this process joined
             self._receiver.died(id, how)
             return
-        self._sockets.finish(id, lambda: self._finished(way, how))
+        self._sockets.finish(id, lambda: self._finished(route, how))
 
-    def _finished(self, way: _Way, how: str) -> None:
-        """Take note that a process has left; it may live on, so its ring stays its own."""
-        self._read_ring_of(way, ended=False)
-        self._end(way, how)
+    def _finished(self, route: _Route, how: str) -> None:
+        """Handle that a process has left; it may still run, so it keeps its ring."""
+        self._read_ring_of(route, ended=False)
+        self._end(route, how)
 
-    def _read_ring_of(self, way: _Way, ended: bool) -> None:
-        """Read what is in the rings now; free that of a process that has ended."""
-        nobody = native.Ticket()
-        while not (ended and self._inbox.forget(way.peer.process.pid)):
-            message = self._inbox.next(nobody, 0.0)
-            if not isinstance(message, bytes):
+    def _read_ring_of(self, route: _Route, ended: bool) -> None:
+        """Handle the messages in the rings; free the ring of a process that has ended."""
+        never_done = native.Ticket()
+        while not (ended and self._inbox.forget(route.peer.process.pid)):
+            packed = self._inbox.next(never_done, 0.0)
+            if not isinstance(packed, bytes):
                 break
-            self._hand_over(message)
+            self._hand_over(packed)
         if ended:
-            self._inbox.forget(way.peer.process.pid)
+            self._inbox.forget(route.peer.process.pid)
 
-    def _end(self, way: _Way, how: str) -> None:
+    def _end(self, route: _Route, how: str) -> None:
         with self._claiming:
-            if way.lost is not None or self._closed:
+            if route.lost is not None or self._closed:
                 return
-            way.lost = how
-            way.outbox = way.process = way.shares = None
-        self._sockets.forget(way.peer.id)
-        self._receiver.died(way.peer.id, how)
+            route.lost = how
+            route.outbox = route.process = route.shares = None
+        self._sockets.forget(route.peer.id)
+        self._receiver.died(route.peer.id, how)
 
     # --- sending -----------------------------------------------------------------------------
 
     def _short(self, process: native.Process, packed: bytes) -> bytes:
-        """Return a message that says where in this process's memory a long one lies."""
+        """Copy a long message to this process's heap; return a message with its address."""
         count = len(packed)
         given = native.heap_give(count, process)
         if given is None:
             return packed
         memoryview(given)[:count] = packed
-        there = Memory(offset=given.offset, nbytes=count)
-        return _encode(Envelope(_ELSEWHERE, self._id, memories=(there,)))
+        there = MemoryRow(offset=given.offset, nbytes=count)
+        return _encode(RpcMessage(_ELSEWHERE, self._id, memories=(there,)))
 
     def _send_through_socket(
-        self, way: _Way, envelope: Envelope, memories: Sequence[torch.Tensor]
+        self, route: _Route, message: RpcMessage, memories: Sequence[torch.Tensor]
     ) -> None:
-        envelope.memories = tuple([describe(memory) for memory in memories])
+        message.memories = tuple([describe(memory) for memory in memories])
         raw = [bytes_of(memory) for memory in memories if memory.nbytes > INLINE_BYTES]
-        self._sockets.send(way.peer.id, way.peer.endpoint, way.near, _encode(envelope), raw)
+        self._sockets.send(route.peer.id, route.peer.endpoint, route.near, _encode(message), raw)
 
-    def _claim(self, way: _Way, process: native.Process) -> native.Outbox | None:
-        """Ask for a ring: at once where there are enough for all, else for busy traffic."""
-        if len(self._ways) > _RINGS and (next(way.sent) + 1) % _BUSY:
+    def _claim(self, route: _Route, process: native.Process) -> native.Outbox | None:
+        """Claim a ring: at once if there are enough for all, else after `_BUSY` messages."""
+        if len(self._routes) > _RINGS and (next(route.sent) + 1) % _BUSY:
             return None
         with self._claiming:
-            if way.outbox is None and way.shares is not None:
-                way.outbox = native.Outbox.claim(process, way.peer.inbox)
-            return way.outbox
+            if route.outbox is None and route.shares is not None:
+                route.outbox = native.Outbox.claim(process, route.peer.inbox)
+            return route.outbox
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _sort(
-        self, message: bytes, raw: Sequence[torch.Tensor] = (), sender: int | None = None
+    def _handle(
+        self, packed: bytes, raw: Sequence[torch.Tensor] = (), sender: int | None = None
     ) -> Work | None:
-        """Tell of a message; return what a thread is to run for it.
+        """Handle a message; return the call to run for it, if any.
 
         Args:
-            message: As it was sent.
+            packed: The message.
             raw: The memories that came through a socket.
-            sender: From whom it came, if that is known; else it says so itself.
+            sender: The process at the other end of the socket; None for rings.
         """
+        message: RpcMessage | None = None
         try:
-            if message == _OWN:
-                return self._receiver.receive(*self._own.popleft())
-            envelope = _decode(message)
-            way = self._ways.get(envelope.sender) or self._way(envelope.sender)
-            if way is None:
-                raise ValueError(f"a message of a process {envelope.sender} that nobody knows")
-            if sender not in (None, envelope.sender):
-                raise ValueError(f"a message of {envelope.sender} from {sender}")
-            if way.lost is not None:
+            if packed == _TO_SELF:
+                return self._receiver.receive(*self._to_self.popleft())
+            message = _decode(packed)
+            route = self._routes.get(message.sender) or self._route(message.sender)
+            if route is None:
+                raise ValueError(f"there is no worker {message.sender}")
+            if sender not in (None, message.sender):
+                raise ValueError(f"it claims to be from worker {message.sender}")
+            if route.lost is not None:
                 return None
-            if envelope.kind == _LEAVING:
-                self._lost(way.peer.id, LEFT)
+            if message.kind == _LEAVING:
+                self._lost(route.peer.id, LEFT)
                 return None
-            if envelope.kind == _UNREAD:
-                self._send_again(way, envelope.body.pickled)
+            if message.kind == _UNREAD:
+                self._send_again(route, message.body.pickled)
                 return None
-            process = way.process
-            if process is None and any(row.offset >= 0 for row in envelope.memories):
-                returned = Envelope(_UNREAD, self._id, body=Body(message))
-                self._send_through_socket(way, returned, ())
+            process = route.process
+            if process is None and any(row.offset >= 0 for row in message.memories):
+                returned = RpcMessage(_UNREAD, self._id, body=Body(packed))
+                self._send_through_socket(route, returned, ())
                 return None
-            if envelope.kind == _ELSEWHERE:
-                envelope = _read_elsewhere(process, envelope)
-            for row in envelope.body.references:  # whose owner may have joined just now
+            if message.kind == _ELSEWHERE:
+                message = _read_elsewhere(process, message)
+            for row in message.body.references:  # the owner may have just joined
                 if row.owner != self._id:
-                    self._way(row.owner)
+                    self._route(row.owner)
             memories: list[torch.Tensor] = []
-            if envelope.memories:
+            if message.memories:
                 rest = iter(raw)
                 memories = [
                     next(rest) if row.nbytes and row.offset < 0 else _read_memory(process, row)
-                    for row in envelope.memories
+                    for row in message.memories
                 ]
-            return self._receiver.receive(envelope, memories)
-        except Exception:
-            _log.exception("a message could not be read")
+            return self._receiver.receive(message, memories)
+        except Exception as error:
+            if sender is None and message is not None:
+                sender = message.sender
+            malformed = malformed_message(sender, error)
+            _log.error("a message is ignored: %s", malformed, exc_info=error)
             return None
 
-    def _send_again(self, way: _Way, message: bytes) -> None:
-        """Send a message again whose receiver cannot reach this process's memory.
+    def _send_again(self, route: _Route, packed: bytes) -> None:
+        """Resend a message whose receiver cannot map this process's memory.
 
-        Only a process of this host returns one: another has been sent no offset in this memory, and
-        would read with those that it has made up.
+        Only a process of this host may return one. Others were sent no offsets in this memory, so
+        offsets from them would be forged.
         """
-        if way.process is None:
-            raise ValueError(f"{way.peer.id} returns a message that had no shared memory")
+        if route.process is None:
+            raise ValueError("a returned message that was sent without shared memory")
         with self._claiming:
-            way.outbox = way.shares = None
-        envelope, own_memory = _decode(message), native.heap_peer(*self.peers.me.heap)
-        if envelope.sender != self._id:
-            raise ValueError(f"a message of {envelope.sender} was returned to {self._id}")
-        if envelope.kind == _ELSEWHERE:
-            envelope = _read_elsewhere(own_memory, envelope)
-        memories = [_read_memory(own_memory, row) for row in envelope.memories]
-        self._send_through_socket(way, envelope, memories)
+            route.outbox = route.shares = None
+        message, own_memory = _decode(packed), native.heap_peer(*self.peers.me.heap)
+        if message.sender != self._id:
+            raise ValueError(f"a returned message of worker {message.sender}")
+        if message.kind == _ELSEWHERE:
+            message = _read_elsewhere(own_memory, message)
+        memories = [_read_memory(own_memory, row) for row in message.memories]
+        self._send_through_socket(route, message, memories)
 
     def _hand_over(
-        self, message: bytes, raw: Sequence[torch.Tensor] = (), sender: int | None = None
+        self, packed: bytes, raw: Sequence[torch.Tensor] = (), sender: int | None = None
     ) -> None:
-        """Deal with a message in a thread that runs no calls."""
-        work = self._sort(message, raw, sender)
+        """Handle a message in a thread that runs no calls."""
+        work = self._handle(packed, raw, sender)
         if work is not None:
             self._workers.submit(work)
 
-    # --- what the sockets tell ---------------------------------------------------------------
+    # --- events of the sockets ----------------------------------------------------------------
 
     def message(self, sender: int, body: bytes, memories: list[torch.Tensor]) -> None:
         self._hand_over(body, memories, sender)
 
     def broken(self, peer: int) -> None:
-        way = self._ways.get(peer)
-        if way is not None and way.lost is None and not self._closed:
+        route = self._routes.get(peer)
+        if route is not None and route.lost is None and not self._closed:
             self._receiver.broken(peer)
 
     def unreachable(self, peer: int) -> None:
-        way, how = self._ways[peer], "it could not be reached"
-        self._end(way, how)
+        route, how = self._routes[peer], "it could not be reached"
+        self._end(route, how)
         self.peers.give_up(peer, how)
 
 
-def _read_elsewhere(process: native.Process | None, envelope: Envelope) -> Envelope:
-    """Return the message that is in the memory of the process that has sent it."""
+def _read_elsewhere(process: native.Process | None, message: RpcMessage) -> RpcMessage:
+    """Return the long message that is in the memory of its sender."""
     assert process is not None
-    there = envelope.memories[0]
+    there = message.memories[0]
     return _decode(memoryview(native.heap_take(process, there.offset, there.nbytes)))
 
 
-def _read_memory(process: native.Process | None, row: Memory) -> torch.Tensor:
+def _read_memory(process: native.Process | None, row: MemoryRow) -> torch.Tensor:
     """Return memory that came with a message, or that the process has given."""
     if row.offset >= 0:
         assert process is not None

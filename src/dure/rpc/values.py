@@ -1,8 +1,8 @@
-"""The values that references stand for: kept by their owner while anybody refers to them.
+"""The values of references: the owner keeps each while a process refers to it.
 
-A value is in its owner's table from when it is known that it will be made, and who wants it before
-that is told when it is there. Who refers to what is the state machine's (`references`); this file
-feeds it, and does what it says.
+A value has an entry in its owner's table as soon as the owner knows that it will be made, and
+processes that ask for it before are answered when it is made. `references` decides who refers to
+which value; this file feeds it, and performs its actions.
 
 Threads: the agent's lock guards the table and the state machine.
 """
@@ -22,20 +22,20 @@ import msgspec
 
 from dure.errors import RpcError
 from dure.rpc import references
-from dure.rpc.message import ReferenceRow
-from dure.rpc.references import Accepted, Freed, Held, Lost, References, RefId, Send
+from dure.rpc.codec import ReferenceRow
+from dure.rpc.references import Freed, Held, ReferenceLost, References, RefId, Send, TokenAccepted
 from dure.rpc.rref import RRef
 
 if TYPE_CHECKING:
-    from dure.rpc.agent import Agent
+    from dure.rpc.agent import RpcAgent
 
 __all__ = ["TOPIC", "Value", "Values"]
 
 TOPIC = 0
-"""Of messages about references, among those that must arrive."""
+"""Of reliable messages about references."""
 
 _FORGET_S = 0.01
-"""How long an object that is gone may be counted, if nothing else is sent."""
+"""How long a freed object may be counted, if no other message is sent."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(references.Message)
@@ -43,7 +43,7 @@ _decoder = msgspec.msgpack.Decoder(references.Message)
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """A value that is there, or will be."""
+    """A value that was made, or will be."""
 
     done: bool = False
     value: Any = None
@@ -53,7 +53,7 @@ class Value:
 
 
 def _trace(error: BaseException) -> TracebackType | None:
-    """Return where the program has raised an error, without what its frames would keep."""
+    """Return the program's part of an error's traceback, with the frames' variables cleared."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals["__name__"].startswith("dure.rpc."):
         trace = trace.tb_next
@@ -68,19 +68,19 @@ class Values:
         agent: The process's agent.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: RpcAgent) -> None:
         self._agent = agent
         self._step, self._lock, self._todo = agent.step, agent.lock, agent.todo
         self._values: dict[RefId, Value] = {}
         self._references = References(agent.me.id)
         self.gone: deque[RefId] = deque()
-        """Of objects that are gone, and counted still."""
+        """References of freed objects that are still counted."""
         self._going = False
 
-    # --- what programs do --------------------------------------------------------------------
+    # --- called by programs ------------------------------------------------------------------
 
     def begin(self, owner: int) -> RefId:
-        """Begin a reference, with one object, to a value that is about to be made at a process."""
+        """Create a reference, with one object, to a value that is about to be made at a process."""
         with self._lock:
             if owner != self._agent.me.id:
                 return self._references.create(owner)
@@ -89,11 +89,11 @@ class Values:
             return ref
 
     def set(self, ref: RefId, value: Any, error: BaseException | None = None) -> None:
-        """Say what a value of this process is; whoever waits for it gets it."""
+        """Set a value of this process, and notify its watchers."""
         with self._lock:
             entry = self._values.get(ref)
             if entry is None:
-                return  # nobody refers to it any more
+                return  # no process refers to it anymore
             entry.value, entry.error, entry.done = value, error, True
             if error is not None:
                 entry.trace = _trace(error)
@@ -102,10 +102,10 @@ class Values:
             watcher()
 
     def local(self, ref: RefId) -> Any:
-        """Return a value of this process; waits until it is there.
+        """Return a value of this process; waits until it is made.
 
         Raises:
-            Exception: What was raised in place of it.
+            Exception: Raised by the call that was to make it.
         """
         transport = self._agent.transport
         with self._lock:
@@ -121,7 +121,7 @@ class Values:
         return entry.value
 
     def pack(self, ref: RefId, to: int) -> ReferenceRow:
-        """Return what stands for a reference in a message.
+        """Return the row for a reference in a message.
 
         Raises:
             KeyError: It is lost.
@@ -145,7 +145,7 @@ class Values:
             return self._references.is_held(ref)
 
     def why_lost(self, ref: RefId, owner: int) -> Exception | None:
-        """Return why the value of a reference cannot be had, if so."""
+        """Return why the value of a reference is lost; None if it is not."""
         with self._lock:
             if self._references.has(ref):
                 return None
@@ -155,7 +155,7 @@ class Values:
         )
 
     def forget(self, ref: RefId) -> None:
-        """Take note that an object that refers to a value is gone; for finalizers: no lock."""
+        """Record that an `RRef` was freed; for finalizers, so it takes no lock."""
         self.gone.append(ref)
         if not self._going and not self._agent.closed:
             self._going = True
@@ -166,19 +166,19 @@ class Values:
         self.forget_gone()
 
     def forget_gone(self, except_for: int = -1) -> None:
-        """Count the objects that are gone no more; nothing is sent yet to `except_for`."""
+        """Stop counting freed objects; nothing is sent yet to `except_for`."""
         if not self.gone:
             return
         with self._step(except_for):
             while self.gone:
                 self.act(self._references.dropped(self.gone.popleft()))
 
-    # --- what messages say, with the lock ----------------------------------------------------
+    # --- messages and events, with the lock --------------------------------------------------
 
     def find(self, ref: RefId, sender: int, watcher: Callable[[Value], None]) -> Value | None:
-        """Return a value for a process that holds a reference to it; None: it does not.
+        """Return a value for a process that fetches it; None if that holds no reference to it.
 
-        A watcher is told later if it is not there yet.
+        If the value is not made yet, `watcher` is called when it is.
         """
         if not self._references.expect(ref, sender):
             return None
@@ -188,7 +188,7 @@ class Values:
         return value
 
     def take_make(self, ref: RefId, sender: int) -> bool:
-        """Take note of a value that a call will make; False: it was given up."""
+        """Record a value that a call will make; False if the call was given up."""
         if sender == self._agent.me.id:
             return True
         made, actions = self._references.made(ref, sender)
@@ -198,57 +198,62 @@ class Values:
         return made
 
     def take(self, row: ReferenceRow, sender: int) -> RRef[Any]:
-        """Take a reference out of a message."""
+        """Return the object for a reference in a message.
+
+        Raises:
+            RpcError: No process has the id of the owner.
+        """
+        self._agent.info(row.owner)
         known, actions = self._references.arrived(row.ref, row.owner, sender, row.token)
         self.act(actions)
         if known and row.owner == self._agent.me.id:
-            self._values.setdefault(row.ref, Value())  # the call that makes it may come later
+            self._values.setdefault(row.ref, Value())  # the call that makes it may arrive later
         return RRef.received(self._agent, row.ref, row.owner, known)
 
     def hear(self, sender: int, body: bytes) -> None:
-        """Take a message about references."""
+        """Handle a message about references."""
         self.act(self._references.heard(sender, _decoder.decode(body)))
 
     def joined(self, worker: int) -> None:
-        """Take note of a process."""
+        """Handle that a process has joined."""
         self.act(self._references.joined(worker))
 
     def broken(self, worker: int) -> None:
-        """Take note that a connection broke."""
+        """Handle that a connection broke."""
         self.act(self._references.unsure(worker))
 
     def died(self, worker: int) -> None:
-        """Take note that a process is gone."""
+        """Handle that a process is gone."""
         self.act(self._references.died(worker))
 
     def act(self, actions: Iterable[references.Action]) -> None:
-        """Do what the state machine says."""
+        """Perform actions of the state machine."""
         for action in actions:
             match action:
                 case Send(to, message):
-                    hurry = not isinstance(message, Accepted | Held)
+                    hurry = not isinstance(message, TokenAccepted | Held)
                     self._agent.queue(to, TOPIC, _encoder.encode(message), hurry)
                 case Freed(ref):
                     self._todo.append(partial(self._agent.release, [self._values.pop(ref, None)]))
-                case Lost(ref):
+                case ReferenceLost(ref):
                     self._agent.caller.never_made(ref)
                     never = self._values.pop(ref, None)
                     if never is not None:
-                        never.error = RpcError("the call that was to make this value never came")
+                        never.error = RpcError("the call that was to make this value never arrived")
                         never.done = True
                         self._todo += never.watchers
 
-    # --- what people see ---------------------------------------------------------------------
+    # --- queries, and the end ----------------------------------------------------------------
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """How many values others hold, and how often; held here of others; not settled."""
+        """Count values that others hold, their holds, references to others, and unsettled ones."""
         held = [len(holders) for holders in self._references.holders().values()]
         users = len(self._references.users())
         return sum(map(bool, held)), sum(held), users, self._references.num_unsettled
 
     def held(self, names: dict[int, str]) -> list[str]:
-        """Return what others still hold of this process, and this process of others."""
+        """Describe the references to values of this process, and of this process to others."""
         self.forget_gone()
         with self._lock:
             lines = [
@@ -260,7 +265,7 @@ class Values:
             return lines + [f"a reference to {ref} of {names.get(o, o)}" for ref, o in users]
 
     def close(self) -> None:
-        """Let go of all."""
+        """Free all values."""
         with self._lock:
             values, self._values = self._values, {}
         values.clear()

@@ -1,15 +1,14 @@
-"""The threads that receive messages, and run what others call.
+"""The threads that receive messages and run the calls of others.
 
-All of them ask the inbox for the next message (`csrc/core/inbox.h`), and whoever gets a call runs
-it, so that a call is handed from thread to thread only when it must wait. There is always one that
-receives: before a thread runs a call it sees to it that another waits for messages. Messages that
-are no calls are short, and are dealt with at once.
+All of them wait for the inbox's next message (`csrc/core/inbox.h`), and the thread that receives a
+call runs it, so that a call changes threads only if it must wait. One thread always receives:
+before a thread runs a call, it makes sure that another waits for messages. Other messages are
+handled at once, because they are short.
 
-At most `slots` calls run at a time; others wait in a queue. A thread that waits within a call for
-something remote gives its slot to another (`step_aside`), so that calls may call back in any depth;
-the program's stack is its own meanwhile: no other call runs on it. What completes a future needs no
-slot, for a call may wait for it in torch's way, which gives none away. The number of threads is
-bounded all the same.
+At most `slots` calls run at a time; others wait in a queue. A thread that waits for a remote call
+within a call gives its slot to another call (`step_aside`), so that calls may call back in any
+depth; no other call runs on its stack in that time. Completing a future needs no slot, because a
+call may wait for it in torch, without giving its slot away. There is a limit on threads, too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 
 from dure.errors import RpcError
 from dure.native import Inbox
-from dure.rpc.envelope import Completion, Work
+from dure.rpc.message import Completion, Work
 from dure.trace import logs
 
 __all__ = ["MOST_THREADS", "Workers"]
@@ -30,16 +29,16 @@ __all__ = ["MOST_THREADS", "Workers"]
 MOST_THREADS = 512
 
 _IDLE_S = 5.0
-"""How long a thread that is not needed waits for a message before it ends."""
+"""How long an unneeded thread waits for a message before it ends."""
 
 _KEPT = 2
-"""How many wait for messages at all times: one, and one to follow it."""
+"""How many threads wait for messages at all times: one, and its successor."""
 
 _log = logs.logger("rpc")
 
 
-class _Here(threading.local):
-    """What the calling thread does: `runs` a call; `has_slot` for it."""
+class _WorkerThread(threading.local):
+    """Whether the calling thread runs a call, and has a slot for it."""
 
     runs = has_slot = False
 
@@ -48,28 +47,28 @@ class Workers:
     """The threads of one process.
 
     Args:
-        inbox: Where messages come.
-        sort: Deals with a message at once, and returns None; or returns the call that it is.
+        inbox: Receives messages.
+        handle: Handles a message and returns None, or returns the call to run.
         slots: How many calls run at a time.
     """
 
     def __init__(
         self,
         inbox: Inbox,
-        sort: Callable[[bytes], Work | None],
+        handle: Callable[[bytes], Work | None],
         slots: int,
     ) -> None:
-        self._inbox, self._sort, self._slots = inbox, sort, slots
+        self._inbox, self._handle, self._slots = inbox, handle, slots
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._queue: deque[Work] = deque()
         self._completions: deque[Work] = deque()
         self._running = self._receiving = self._threads = 0
-        self._here = _Here()
+        self._here = _WorkerThread()
         self._closed = False
 
     def start(self) -> None:
-        """Begin to receive."""
+        """Start to receive."""
         with self._lock:
             self._keep_receiving()
 
@@ -85,15 +84,16 @@ class Workers:
         return self._here.runs
 
     def submit(self, call: Work) -> None:
-        """Run a call that another thread than these has received."""
+        """Run a call that a thread of the program, or of the sockets, has received."""
         with self._lock:
             self._put(call)
-        self._inbox.post(b"")  # somebody without a ticket looks into the queue
+        self._inbox.post(b"")  # wakes a thread, which checks the queue
 
     def step_aside(self) -> bool:
-        """Let another call run in place of that of the calling thread; whether it runs one.
+        """Give the slot of the calling thread's call to another call, while it waits.
 
-        If so, it must `step_back`.
+        Returns:
+            Whether it had a slot; then it must call `step_back`.
         """
         if not self._here.has_slot:
             return False
@@ -106,7 +106,7 @@ class Workers:
         return True
 
     def step_back(self) -> None:
-        """Go on with the call, at once, be it one too many: who waits longest goes on."""
+        """Continue with the call at once, even if that exceeds the number of slots for a while."""
         with self._lock:
             self._running += 1
         self._here.has_slot = True
@@ -118,10 +118,7 @@ class Workers:
         self._inbox.close()
 
     def join(self, seconds: float | None = None) -> None:
-        """After `close`: wait until the threads have ended; if this is one of them, all others.
-
-        Those that still run a call after that time are left to themselves.
-        """
+        """After `close`: wait until all other threads have ended, for at most `seconds`."""
         with self._lock:
             self._ended.wait_for(lambda: self._threads == self.inside, seconds)
         while self._completions:
@@ -130,7 +127,7 @@ class Workers:
     # --- the threads -------------------------------------------------------------------------
 
     def _keep_receiving(self) -> None:
-        """With the lock: start threads, so that there are some that receive."""
+        """With the lock: start threads, so that enough of them receive."""
         while not self._closed and self._receiving < _KEPT and self._threads < MOST_THREADS:
             self._threads += 1
             self._receiving += 1
@@ -138,7 +135,7 @@ class Workers:
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def _work(self) -> None:
-        torch.get_num_threads()  # from here on, what the program has set holds in this thread, too
+        torch.get_num_threads()  # applies `torch.set_num_threads` to this thread
         while True:
             message = self._inbox.next(None, _IDLE_S)
             if message is False or (message is None and self._is_too_many()):
@@ -155,7 +152,7 @@ class Workers:
             return self._receiving > _KEPT
 
     def _take(self, message: bytes) -> None:
-        call = self._sort(message) if message else None
+        call = self._handle(message) if message else None
         with self._lock:
             if call is not None:
                 self._put(call)
@@ -170,7 +167,7 @@ class Workers:
         while call is not None:
             try:
                 call(*([_too_many()] if alone else []))
-            except BaseException:  # SystemExit, too, which a value may raise where it is unpickled
+            except BaseException:  # also SystemExit, which unpickling a value may raise
                 _log.exception("a call could not be answered")
             with self._lock:
                 self._running -= self._here.has_slot
@@ -184,7 +181,7 @@ class Workers:
         (self._completions if type(call) is Completion else self._queue).append(call)
 
     def _next(self) -> Work | None:
-        """With the lock: return what can run, with a slot for it if it needs one."""
+        """With the lock: return work that can run, with a slot for it if it needs one."""
         if self._completions:
             return self._completions.popleft()
         if not self._queue or self._running >= self._slots:

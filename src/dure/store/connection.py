@@ -79,9 +79,7 @@ class Connection:
         with self._link.closed_on_error():
             self._socket.reconnect_ivl = -1
             self._socket.rcvtimeo = _FAST_MS
-            if key is not None:
-                key.arm(self._socket, "store client")
-                self._socket.curve_serverkey = key.pair("store server").public
+            self._link.use_key(key, "store")
             self._link.connect(endpoint)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

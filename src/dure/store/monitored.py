@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import zmq
 
+from dure.store.key import JobKey
 from dure.store.router import read_event
 from dure.store.silence import end_after_silence
 
@@ -31,13 +32,16 @@ class MonitoredSocket:
         context: ZeroMQ's.
         events: The events to report.
         longest_message: The longest message that may arrive, in bytes.
+        between_hosts: Whether the connection breaks when the peer's host is silent (`silence`).
 
     Attributes:
         socket: The socket; its options may be changed until `connect` or `bind`.
         monitor: Readable when there is an event, and when ZeroMQ's context ends.
     """
 
-    def __init__(self, context: _Context, events: int, longest_message: int) -> None:
+    def __init__(
+        self, context: _Context, events: int, longest_message: int, between_hosts: bool = True
+    ) -> None:
         self.socket = context.socket(zmq.DEALER)
         try:
             self.monitor = context.socket(zmq.PAIR)
@@ -47,7 +51,8 @@ class MonitoredSocket:
         with self.closed_on_error():
             self.socket.linger = 0
             self.socket.maxmsgsize = longest_message
-            end_after_silence(self.socket)
+            if between_hosts:
+                end_after_silence(self.socket)
             watch = f"inproc://monitor-{next(_numbers)}"
             self.socket.monitor(watch, events)
             self.monitor.connect(watch)
@@ -60,6 +65,12 @@ class MonitoredSocket:
         except BaseException:
             self.close()
             raise
+
+    def use_key(self, key: JobKey | None, protocol: str) -> None:
+        """Authenticate with keys derived from the job key; the peer is a `GuardedRouter`."""
+        if key is not None:
+            key.arm(self.socket, f"{protocol} client")
+            self.socket.curve_serverkey = key.pair(f"{protocol} server").public
 
     def connect(self, endpoint: str) -> None:
         """Connect to `endpoint`, with the keys that the socket has."""

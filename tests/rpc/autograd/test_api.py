@@ -14,7 +14,7 @@ from dure.errors import RpcError
 from dure.rpc import api
 from dure.rpc.autograd.backward import Contexts
 from dure.rpc.rref import RRef
-from tests.rpc.gates import Cluster, attached
+from tests.rpc.gates import Cluster
 from tests.waiting import until
 
 
@@ -89,7 +89,7 @@ def test_a_call_in_a_context(cluster: Cluster, way: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nested_calls_with_messages_that_overtake_each_other(seed: int) -> None:
-    with attached(4, Random(seed)) as cluster:
+    with Cluster(4, Random(seed)) as cluster:
         a, b = leaf(2.0, 3.0), leaf(5.0, 7.0)
         path = ["worker1", "worker2", "worker0", "worker1", "worker3"]
         with cluster.on(0), autograd.context() as context_id:

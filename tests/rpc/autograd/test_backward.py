@@ -17,7 +17,7 @@ import torch
 
 from dure.errors import PeerLost, RpcError
 from dure.rpc.autograd.backward import Contexts, inside
-from dure.rpc.message import Codec
+from dure.rpc.codec import Codec, insert
 from dure.rpc.names import WorkerInfo
 from dure.rpc.tensors import rebuild
 
@@ -44,10 +44,11 @@ class Port:
 
         def read() -> Any:
             body = copies.body
-            return Codec().unpack(body, rebuild(body.tensors, body.inline, memories))
+            tensors = rebuild(body.tensors, body.inline, memories)
+            return insert(Codec().load(body, tensors), body, tensors, ())
 
         def arrive() -> None:
-            run = partial(self.network.at[to].arrive, backward, read)
+            run = partial(self.network.at[to].arrive, backward, self.me, read)
             if not self.network.at[to].waits(backward, run):
                 self.network.works.append((to, run))
 

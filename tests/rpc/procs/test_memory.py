@@ -13,8 +13,8 @@ import torch
 from dure import native
 from dure.errors import UsageError
 from dure.rpc import share
-from dure.rpc.memory import Memory, give, own, take
-from dure.rpc.message import Codec
+from dure.rpc.codec import Codec
+from dure.rpc.memory import MemoryRow, give, own, take
 from dure.rpc.tensors import rebuild
 from tests.comm.forked_ranks import Ranks, Slot, in_child
 from tests.waiting import until
@@ -46,7 +46,7 @@ def who(_: Slot) -> tuple[int, int, int]:
 def hold(_: Slot, owner: tuple[int, int, int], *row: object) -> list[int]:
     found = native.heap_peer(*owner)
     assert found is not None
-    held.append(take(found, Memory(b"", *row)))  # pyright: ignore[reportArgumentType]
+    held.append(take(found, MemoryRow(b"", *row)))  # pyright: ignore[reportArgumentType]
     return held[-1][:4].tolist()
 
 

@@ -20,7 +20,7 @@ import zmq
 from dure import native, rpc
 from dure.errors import RpcError
 from dure.rpc.current import current
-from dure.rpc.envelope import Envelope, Kind
+from dure.rpc.message import MessageType, RpcMessage
 from dure.rpc.transport import HostTransport
 from dure.store.key import CurvePair, JobKey, mint
 from dure.store.router import read_event
@@ -101,15 +101,15 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
 def test_a_message_that_cannot_be_read_is_dropped(
     attacked: Attacked, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stranger = msgspec.msgpack.encode(Envelope(Kind.CALL, 99))
+    stranger = msgspec.msgpack.encode(RpcMessage(MessageType.CALL, 99))
     with attacked.under_attack():
         for junk in (b"junk", b"\x9a", stranger):
             transport()._inbox.post(junk)
-        until(lambda: caplog.text.count("could not be read") == 3, "the messages to be read")
+        until(lambda: caplog.text.count("a message is ignored") == 3, "the messages to be read")
     transport().message(7, stranger, [])
-    of_v = msgspec.msgpack.encode(Envelope(Kind.CALL, attacked.id))
+    of_v = msgspec.msgpack.encode(RpcMessage(MessageType.CALL, attacked.id))
     transport().message(7, of_v, [])  # from another than it says
-    assert caplog.text.count("could not be read") == 5
+    assert caplog.text.count("malformed message from worker 7") == 2
 
 
 @pytest.mark.parametrize("key", ["another", "of the store", "none"])
@@ -155,7 +155,7 @@ def opening(packed: bytes, length: int | None = None) -> bytes:
         [b"\0\xc1"],
         [b"\0" + msgspec.msgpack.encode(["another world", 0]), opening(b"x")],
         [b"\0%s", opening(b"\xdd\xff\xff\xff\xff")],  # an array of 4 billion
-        [b"\0%s", opening(msgspec.msgpack.encode([b"no envelope", []]))],
+        [b"\0%s", opening(msgspec.msgpack.encode([b"no message", []]))],
         [b"\0%s", opening(msgspec.msgpack.encode([b"", [-1]]))],
         [b"\0%s", opening(b"x", 8), bytes(9)],  # longer than announced
         [b"\0%s", opening(msgspec.msgpack.encode([b"x", [1 << 60]]))],  # memory of an exabyte

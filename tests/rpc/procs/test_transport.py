@@ -25,12 +25,12 @@ import torch
 import dure
 from dure import env, native
 from dure.errors import PeerLost, RpcError
-from dure.rpc.agent import Agent
+from dure.rpc.agent import RpcAgent
+from dure.rpc.codec import Body
 from dure.rpc.current import current
-from dure.rpc.envelope import Envelope, Kind
-from dure.rpc.meeting import Meeting, connect
-from dure.rpc.memory import Memory, share
-from dure.rpc.message import Body
+from dure.rpc.joining import JoinOptions, connect
+from dure.rpc.memory import MemoryRow, share
+from dure.rpc.message import MessageType, RpcMessage
 from dure.rpc.names import WorkerInfo
 from dure.rpc.transport import _UNREAD, HostTransport, _encode
 from dure.rpc.transport import _log as transport_log
@@ -61,11 +61,11 @@ def level_of_the_log() -> Iterator[None]:
     log.setLevel(before)
 
 
-def joined(url: str, rank: int, size: int | None, name: str = "", **options: Any) -> Agent:
+def joined(url: str, rank: int, size: int | None, name: str = "", **options: Any) -> RpcAgent:
     """Join at `url` as "w0", "w1", ... or `name`."""
     logging.getLogger("dure.rpc").setLevel(logging.CRITICAL)  # some end as they should
     name = name or f"w{rank}"
-    place = Meeting(
+    place = JoinOptions(
         name=name,
         rank=rank,
         world_size=size,
@@ -74,24 +74,24 @@ def joined(url: str, rank: int, size: int | None, name: str = "", **options: Any
     )
     transport = connect(place, 4, **options)
     me = WorkerInfo(name, transport.peers.own_id)
-    agent = Agent(me, transport, PATIENCE_S, static=size is not None)
+    agent = RpcAgent(me, transport, PATIENCE_S, static=size is not None)
     agent.start()
     return agent
 
 
-def transport_of(agent: Agent) -> HostTransport:
+def transport_of(agent: RpcAgent) -> HostTransport:
     assert isinstance(agent.transport, HostTransport)
     return agent.transport
 
 
-def end_of(agent: Agent, peer: int) -> str | None:
+def end_of(agent: RpcAgent, peer: int) -> str | None:
     """Wait until a process is gone; return how it ended."""
     lost = until(lambda: agent.lost(peer), f"the end of {peer}")
     assert lost is not None
     return lost.exit
 
 
-def closed(agent: Agent) -> None:
+def closed(agent: RpcAgent) -> None:
     """Leave together: nobody is still called."""
     dure.barrier()
     agent.close()
@@ -117,7 +117,7 @@ def call_back(to: int, value: Any) -> Any:
     return current().rpc_sync(to, same, (value,))
 
 
-def exchange(agent: Agent, rank: int) -> list[torch.Tensor]:
+def exchange(agent: RpcAgent, rank: int) -> list[torch.Tensor]:
     """Send values of all sizes to the other and to this process, and return some that came."""
     for body in (b"", b"x" * 5000, b"y" * 70_000, b"z" * 3_000_000):
         assert agent.rpc_sync(1 - rank, same, (body,)) == body
@@ -165,12 +165,12 @@ def forgery(rank: int, url: str) -> None:
             until(lambda: told.called or secret[8] != 7, "the forged message")
             assert told.called
         assert secret.eq(7).all()
-        assert not wire._sockets.leads_to(1)
+        assert not wire._sockets.has_sent_to(1)
     else:
-        there = Memory(offset=offset, nbytes=len(secret), hold=offset + 8)
-        forged = Body(_encode(Envelope(Kind.ANSWER, 0, 1 << 20, memories=(there,))))
+        there = MemoryRow(offset=offset, nbytes=len(secret), hold=offset + 8)
+        forged = Body(_encode(RpcMessage(MessageType.ANSWER, 0, 1 << 20, memories=(there,))))
         dure.barrier()
-        wire._send_through_socket(wire._ways[0], Envelope(_UNREAD, 1, body=forged), ())
+        wire._send_through_socket(wire._routes[0], RpcMessage(_UNREAD, 1, body=forged), ())
     closed(agent)
 
 
@@ -258,7 +258,7 @@ def test_ten_thousand_messages_are_neither_lost_nor_doubled(
     assert process_pool(3).run(crowd, url, shared) == [8 * 420] * 3
 
 
-_agents: list[Agent] = []
+_agents: list[RpcAgent] = []
 """Of a process of `Ranks`: what one call leaves to the next."""
 
 

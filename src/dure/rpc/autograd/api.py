@@ -1,4 +1,4 @@
-"""Distributed autograd, as programs use it."""
+"""The public functions of distributed autograd."""
 
 from __future__ import annotations
 
@@ -15,19 +15,44 @@ __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_av
 
 
 def is_available() -> bool:
-    """Whether there is distributed autograd: always."""
+    """Whether distributed autograd is available: always True.
+
+    Returns:
+        True.
+
+    Example:
+        ```python
+        assert autograd.is_available()
+        ```
+    """
     return True
 
 
 class context:
-    """`with context() as context_id:` gradients of remote calls made within can be computed.
+    """Record the remote calls of a block, so that gradients can flow through them.
 
-    A context is this thread's, and that of the calls that it makes, and that these make, on all
-    processes. At its end all of them forget it, with the gradients in it. A thread is in one
-    context at a time; there can be many at once.
+    `with context() as context_id:` applies to the calling thread, to the calls that it makes, and
+    to the calls that these make, on all processes. At the end of the block all processes forget the
+    context and its gradients. A thread is in at most one context; a process may have many.
+
+    Returns:
+        The context's id, an int, for `backward`, `get_gradients` and `DistributedOptimizer.step`.
 
     Raises:
-        RpcError: The thread is in a context, or RPC has not been initialized.
+        RpcError: The thread is in a context already, or RPC has not been initialized.
+
+    Cost:
+        No message at the start; at the end one to each process that knows the context.
+
+    Example:
+        ```python
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync(f"worker{1 - rank}", torch.mul, (x, 3)).sum()
+            autograd.backward(context_id, [loss])
+            assert autograd.get_gradients(context_id)[x].tolist() == [3.0, 3.0]
+        assert x.grad is None
+        ```
     """
 
     def __enter__(self) -> int:
@@ -39,28 +64,36 @@ class context:
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Compute the gradients of losses over all processes of a context, and keep them in it.
+    """Compute gradients of losses through all processes of a context, and store them in it.
 
-    All calls that were made in the context take part, as in torch's FAST mode: each result that
-    needs gradients must have a part in the losses. `.grad` is not touched. Several passes of one
-    context add up. After one that does not retain the graph, the context can be used for new calls.
+    All calls of the context take part, as in torch's FAST mode: each result that needs gradients
+    must contribute to the losses. `.grad` is not changed. The gradients of several passes are
+    added. After a pass that does not retain the graph, the context can be used for new calls.
 
     Args:
         context_id: The context, of this process or another.
-        roots: Losses, of one element each, computed in this process.
-        retain_graph: Whether there will be another pass through the same graph.
+        roots: Losses with one element each, computed in this process.
+        retain_graph: Whether to keep the graph for another pass.
 
     Raises:
-        TypeError: The arguments are of other types.
-        RpcError: There is no such context; a root is no loss; something failed in the backward
-            pass of another process, whose traceback the error has; a call's result got no
-            gradient, and the error names it.
+        TypeError: An argument has the wrong type.
+        RpcError: The context does not exist; a root cannot be differentiated; the pass failed in
+            another process, whose traceback is in the error; the result of a call got no gradient,
+            and the error names the call.
         PeerLost: A process that takes part is gone.
-        Exception: What was raised in the part of the pass that is in this process.
+        Exception: Raised by this process's part of the pass.
 
     Cost:
-        Each process that takes part runs its part of the graph once; for each message of the
-        forward pass that needs gradients, one with gradients goes back, and a short answer.
+        Each process runs its part of the graph once. For each message of the forward pass whose
+        tensors need gradients, one message with gradients is sent back; for each chain of them that
+        does not end here, a short one to this process.
+
+    Example:
+        ```python
+        w = rpc.remote(f"worker{1 - rank}", torch.ones, (2,), {"requires_grad": True})
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [w.to_here().sum()])  # the gradient is at w's owner
+        ```
     """
     if not isinstance(context_id, int) or not isinstance(roots, Sequence):
         raise TypeError(
@@ -72,16 +105,25 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradients of a context that belong to tensors of this process.
+    """Return a context's gradients of tensors of this process.
 
     Args:
         context_id: The context.
 
     Returns:
-        For each leaf that got one, its gradient, of the same shape; shared with the context.
+        For each leaf of this process that got one, its gradient, which has the leaf's shape. The
+        gradients are not copied.
 
     Raises:
-        RpcError: There is no such context.
+        RpcError: The context does not exist.
+
+    Example:
+        ```python
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [x.sum()])
+            assert autograd.get_gradients(context_id)[x].tolist() == [1.0, 1.0]
+        ```
     """
     return dict(_contexts().find(context_id).gradients)
 
@@ -91,7 +133,9 @@ def _check_roots(roots: Sequence[torch.Tensor]) -> None:
         raise RpcError("No tensors provided for gradient computation", op="backward")
     for root in roots:
         if not isinstance(root, torch.Tensor):
-            raise TypeError(f"backward(): incompatible function arguments: {root!r} is no tensor")
+            raise TypeError(
+                f"backward(): incompatible function arguments: {root!r} is not a tensor"
+            )
         seen = ""
         if not root.requires_grad:
             seen = "requires_grad not set on"
@@ -103,17 +147,14 @@ def _check_roots(roots: Sequence[torch.Tensor]) -> None:
             raise RpcError(f"a root cannot be differentiated: {seen}", op="backward")
 
 
-# --- torch's private names, and the class as torch calls it ----------------------------------
+# --- torch's private names, and its name of the class ----------------------------------------
 
 
 DistAutogradContext = Context
 
 
 def _contexts() -> Contexts:
-    contexts = agents.current().gradients
-    if not isinstance(contexts, Contexts):
-        raise RpcError("this process has no contexts", fix="Call dure.rpc.init_rpc first.")
-    return contexts
+    return agents.current().gradients
 
 
 def _new_context() -> Context:
@@ -131,7 +172,7 @@ def _current_context() -> Context:  # pyright: ignore[reportUnusedFunction]
     if number is None:
         raise RpcError(
             "Current thread doesn't have a valid autograd context",
-            fix="Write `with dure.autograd.context() as context_id:` around it.",
+            fix="Use `with dure.autograd.context() as context_id:`.",
         )
     return _retrieve_context(number)
 
@@ -141,7 +182,7 @@ def _retrieve_context(context_id: int) -> Context:
 
 
 def _release_context(context_id: int) -> None:
-    """Forget a context on all processes; a thread in it leaves it."""
+    """Forget a context on all processes; if the calling thread is in it, it leaves it."""
     contexts = _contexts()
     contexts.find(context_id)
     if passes.current() == context_id:
@@ -153,7 +194,7 @@ _is_valid_context = _retrieve_context
 
 
 def _get_debug_info() -> dict[str, int]:  # pyright: ignore[reportUnusedFunction]
-    """Return how many contexts there are, and parts of backward passes that are under way."""
+    """Return the numbers of contexts, and of contexts in which a backward pass runs."""
     contexts, steps = _contexts().counts
     return {"num_autograd_contexts": contexts, "num_current_backward_passes": steps}
 

@@ -1,31 +1,32 @@
 """Distributed autograd in one process: its contexts, and backward passes through them.
 
 **Forward.** While a thread is in a context (`inside`), the agent tags each message that it sends
-(`sending`): the receiver then knows of the context, too (`receiving`), and serves the call in it,
-so that the calls made there are tagged again. The sender of tensors that need gradients keeps,
-under the message's id, where these enter its graph; the receiver gives the tensors a node of its
-own (`graph.place`), whose gradients are sent back under that id.
+(`sending`). The receiver then knows the context, too (`receiving`), and runs the call in it, so
+that the calls made there are tagged again. The sender of tensors that need gradients records, under
+the message's id, where these enter its graph; the receiver gives the tensors a node (`graph.place`)
+whose gradients are sent back under that id.
 
 **Backward.** As in torch's FAST mode, all messages of a context take part in each pass. Each
-message with gradients sets off a step in the process that it comes to: that runs what can be run
-(`graph`), and sends on what this gives. The pass is over when no such message is under way and no
-step runs. To know that, its first process has 1 credit: each message carries a share of the credit
-of the step that has sent it, and a step that sends none gives its share back to the first process.
-When that has 1 again, all is done; in a pass there and back, no message but those with gradients is
-needed. Shares are powers of 1/2.
+message with gradients triggers a step in its receiver: the step runs the part of the graph that is
+ready (`graph`), and sends the resulting gradients. The pass is over when no such message is under
+way and no step runs. To detect that, its first process has 1 credit: each message carries a share
+of the credit of the step that sent it, and a step that sends none returns its share to the first
+process. When that has 1 again, the pass is over; in a pass to one process and back, no other
+messages are needed. Shares are powers of 1/2.
 
-Steps of the first process run in the thread that waits in `backward`; others where they come in.
+Steps of the first process run in the thread that waits in `backward`; others in the thread that
+receives the gradients.
 
-Along with the credit goes how many gradients the processes wait for: each adds those of its
-messages when it first has part in the pass, and takes off one for each that comes. If some are
-missing at the end, a call's result got no gradients, and the pass has failed: all are told that it
-has ended, and those that wait answer with the calls' names.
+With the credit travels the number of gradients that processes wait for: each process adds those of
+its messages when it joins the pass, and subtracts one for each that arrives. If some are missing at
+the end, a call's result got no gradients, and the pass has failed: all processes are notified, and
+those that wait reply with the names of the calls.
 
-**Failures.** Messages with gradients are sent once. Who sees an error, or the loss of a process or
-of a connection that gradients went through, tells the first process. It raises the error, and
-tells all that know the context that the pass has ended (`_End`): they forget what they have of it,
-and drop what still comes for it. A context is released in the same way, and also when the process
-that made it dies. These messages are reliable (`links`).
+**Failures.** Messages with gradients are sent once. A process that sees an error, or the loss of a
+process or connection that gradients went through, reports it to the first process. That raises the
+error, and notifies all that know the context that the pass has ended (`_PassEnd`): they discard its
+state, and drop gradients that arrive later. A context is released in the same way, and also when
+the process that made it dies. These messages are reliable (`links`).
 """
 
 from __future__ import annotations
@@ -46,39 +47,33 @@ from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
 from dure.rpc.autograd.graph import Gradients, LocalGraph, edge_of, place
 from dure.rpc.current import here
-from dure.rpc.envelope import GradientTag, Waiter
+from dure.rpc.message import GradientTag, Waiter
 from dure.rpc.names import WorkerInfo
 
 if TYPE_CHECKING:
-    from dure.rpc.agent import Agent
+    from dure.rpc.agent import RpcAgent
 
-__all__ = ["Context", "Contexts", "attach", "current", "inside", "set_current"]
+__all__ = ["TOPIC", "Context", "Contexts", "current", "inside", "set_current"]
 
 MessageId = tuple[int, int]
 """The process that sent a message, and a number of that process."""
 
 PassId = tuple[int, int]
-"""The process that began a backward pass, and a number of that process."""
+"""The process that started a backward pass, and a number of that process."""
 
 _ROOTS = 0, -1
-"""Stands for the message whose gradients begin a pass: that with its losses."""
+"""Instead of the id of a message: the losses, whose gradients start a pass."""
 
 _ID_BITS = 48
-"""A context's number: the process that made it, and in so many bits a number of that process."""
+"""A context's number is the process that made it, and in this many bits a number of it."""
 
 _KEPT = 10_000
-"""How many contexts that were released are remembered, for messages that come late."""
+"""How many released contexts are remembered, for messages that arrive late."""
 
-_TOPIC = 1
-"""Of these messages, among the reliable ones."""
+TOPIC = 1
+"""Of reliable messages about contexts and backward passes."""
 
 _UNPROFILED = nullcontext()
-
-
-def attach(agent: Agent) -> None:
-    """Let an agent know of contexts; before messages come."""
-    contexts = agent.gradients = Contexts(agent.me, agent)
-    agent.on(_TOPIC, contexts.receive)
 
 
 def current() -> int | None:
@@ -87,12 +82,12 @@ def current() -> int | None:
 
 
 def set_current(number: int | None) -> None:
-    """Say which context the calling thread is in."""
+    """Set the context that the calling thread is in."""
     here.context = number
 
 
 class inside:
-    """While within, the calling thread is in a context, or in none."""
+    """Set the context of the calling thread, or None, for a block."""
 
     def __init__(self, number: int | None) -> None:
         self._number = number
@@ -108,12 +103,12 @@ class inside:
 # --- one context ----------------------------------------------------------------------------------
 
 
-class _Sent(NamedTuple):
+class _SentTensors(NamedTuple):
     edges: list[GradientEdge]
     what: str
 
 
-class _Came(NamedTuple):
+class _ReceivedTensors(NamedTuple):
     message: MessageId
     sender: int
     what: str
@@ -121,11 +116,11 @@ class _Came(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
-    """What a process does for a pass."""
+class _LocalPass:
+    """A process's part in a pass."""
 
     graph: LocalGraph[MessageId] | None = None  # while it waits for gradients
-    asked: set[int] = field(default_factory=set[int])  # to whom gradients were sent
+    asked: set[int] = field(default_factory=set[int])  # processes that gradients were sent to
     ended: bool = False  # by an error
 
 
@@ -136,9 +131,9 @@ class Context:
         number: Equal on all processes.
 
     Attributes:
-        workers: The other processes of which this one knows that they have the context.
+        workers: The other processes that are known to have the context.
         gradients: Of this process's leaves, summed over backward passes.
-        passes: Those that have come here.
+        passes: The backward passes that this process takes part in.
 
     Threads: any; graphs run one at a time.
     """
@@ -147,9 +142,9 @@ class Context:
         self.number = number
         self.workers: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.passes: dict[PassId, _Part] = {}
-        self._sent: dict[MessageId, _Sent] = {}
-        self._came: dict[Node, _Came] = {}
+        self.passes: dict[PassId, _LocalPass] = {}
+        self._sent: dict[MessageId, _SentTensors] = {}
+        self._came: dict[Node, _ReceivedTensors] = {}
         self._lock = threading.RLock()
 
     @property
@@ -164,31 +159,31 @@ class Context:
         return set(self.workers)
 
     def sends(self, message: MessageId, tensors: Sequence[torch.Tensor], to: int, what: str) -> int:
-        """Take note of the tensors of a message to `to`; return how many need gradients."""
+        """Record the tensors of a message to `to`; return how many need gradients."""
         edges = [edge_of(tensor) for tensor in tensors if tensor.requires_grad]
         self.workers.add(to)
         if edges:
-            self._sent[message] = _Sent(edges, what)
+            self._sent[message] = _SentTensors(edges, what)
         return len(edges)
 
     def receives(
         self, message: MessageId, tensors: list[torch.Tensor], sender: int, what: str
     ) -> list[torch.Tensor]:
-        """Return the tensors of a message, those that need gradients with places in the graph."""
+        """Return the tensors of a message; those that need gradients become part of the graph."""
         needing = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
         placed = place([tensors[n] for n in needing])
         node = placed[0].grad_fn
         assert node is not None
-        self._came[node] = _Came(message, sender, what, len(placed))
+        self._came[node] = _ReceivedTensors(message, sender, what, len(placed))
         for n, tensor in zip(needing, placed, strict=True):
             tensors[n] = tensor
         return tensors
 
     def begin(self, number: PassId, roots: Sequence[torch.Tensor], retain_graph: bool) -> int:
-        """Begin a pass, at losses of this process or where the first gradients have come.
+        """Start a pass, at losses of this process or when the first gradients arrive.
 
         Returns:
-            How many messages of this process now wait for gradients.
+            How many messages of this process wait for gradients.
 
         Raises:
             RpcError: A message of the context gets no gradients.
@@ -201,34 +196,39 @@ class Context:
             graph = LocalGraph(edges, sizes, retain_graph)
             if graph.unreached:
                 raise _no_gradients([self._came[node].what for node in graph.unreached])
-            self.passes[number] = _Part(graph)
+            self.passes[number] = _LocalPass(graph)
             return len(edges)
 
     def arrive(
         self,
         number: PassId,
-        message: MessageId,
+        sender: int,
+        came: _Gradients,
         gradients: Sequence[torch.Tensor | None],
-        retain_graph: bool,
-    ) -> tuple[list[tuple[_Came, Gradients]], int]:
-        """Take the gradients of a message's tensors.
+    ) -> tuple[list[tuple[_ReceivedTensors, Gradients]], int]:
+        """Add the gradients of a message's tensors, and run what is ready.
 
         Returns:
-            Those that can be sent now, each with the message whose tensors they are of, and how
-            many more messages wait for gradients.
+            The gradients to send now, each with the message that brought its tensors, and how many
+            more messages wait for gradients.
 
         Raises:
-            RpcError: A message of the context gets no gradients.
+            RpcError: A message of the context gets no gradients, or `sender` sent gradients that no
+                message waits for.
         """
+        message, retain_graph = (came.sender, came.number), came.retain_graph
         with self._lock:
             more = 0 if number in self.passes else self.begin(number, (), retain_graph)
             part = self.passes[number]
             graph = part.graph
             if graph is None:
                 return [], 0
+            if message not in graph.missing or len(gradients) != len(graph.roots[message]):
+                error = ValueError(f"gradients that no message waits for: {came}")
+                raise failures.malformed_message(sender, error)
             complete = graph.arrive(message, gradients)
             outgoing = [(self._came[node], got) for node, got in complete.items()]
-            part.asked.update([came.sender for came, _ in outgoing])
+            part.asked.update([to.sender for to, _ in outgoing])
             if not graph.missing:
                 part.graph = None
                 self._finish(graph, retain_graph)
@@ -245,11 +245,11 @@ class Context:
                 del self._came[node]
 
     def end(self, number: PassId) -> list[str] | None:
-        """End a pass that has failed; return what has got no gradients; None: it ended before."""
-        part = self.passes.setdefault(number, _Part())
+        """End a failed pass; return the calls without gradients, or None if it ended before."""
+        part = self.passes.setdefault(number, _LocalPass())
         if part.ended:
             return None
-        part.ended = True  # without the lock: a graph may run, and wait
+        part.ended = True  # without the lock, which a running graph may hold for long
         graph, part.graph = part.graph, None
         missing = () if graph is None else graph.missing.copy()
         return [self._sent[message].what for message in missing if message != _ROOTS]
@@ -258,8 +258,8 @@ class Context:
 # --- messages -------------------------------------------------------------------------------------
 
 
-class _Back(msgspec.Struct, array_like=True, frozen=True, tag=0):
-    """To who began a pass: a share of the credit, 1/2**share; or what is missing; or an error."""
+class _PassReport(msgspec.Struct, array_like=True, frozen=True, tag=0):
+    """To the first process: 1/2**share of the credit, calls without gradients, or an error."""
 
     backward: PassId
     share: int = 0
@@ -269,16 +269,18 @@ class _Back(msgspec.Struct, array_like=True, frozen=True, tag=0):
     error: bytes = b""
 
 
-class _End(msgspec.Struct, array_like=True, frozen=True, tag=1):
+class _PassEnd(msgspec.Struct, array_like=True, frozen=True, tag=1):
+    """The end of a failed pass, or of a context."""
+
     context: int
     backward: PassId | None  # None: the context is released
 
 
-_decoder = msgspec.msgpack.Decoder(_Back | _End)
+_decoder = msgspec.msgpack.Decoder(_PassReport | _PassEnd)
 
 
 class _Gradients(NamedTuple):
-    """What a message with gradients says; the gradients follow."""
+    """The header of a message with gradients; the gradients follow."""
 
     context: int
     sender: int
@@ -289,26 +291,26 @@ class _Gradients(NamedTuple):
 
 
 class _Pass:
-    """A backward pass that began here."""
+    """A backward pass that started here."""
 
     def __init__(self, context: int, ticket: Waiter) -> None:
         self.context, self.ticket = context, ticket
         self.shares: set[int] = set()  # of the credit, all different
         self.awaited = 0
-        self.asked = False  # who waits for gradients, and for what
+        self.asked = False  # which calls wait for gradients
         self.missing: list[str] = []
-        self.failed: _Back | None = None
+        self.failed: _PassReport | None = None
         self.arrivals: deque[Callable[[], None]] = deque()
 
-    def take(self, back: _Back) -> None:
-        """Take what came back."""
+    def add(self, back: _PassReport) -> None:
+        """Add a report."""
         if back.error:
             self.failed = self.failed or back
             return
         self.awaited += back.awaited
         self.missing += back.missing
         share = back.share
-        while share in self.shares:  # two equal ones are one that is twice as large
+        while share in self.shares:  # two equal shares are one that is twice as large
             self.shares.remove(share)
             share -= 1
         self.shares.add(share)
@@ -327,12 +329,12 @@ class Contexts:
 
     Args:
         me: This process.
-        agent: Who carries its messages.
+        agent: Sends its messages.
 
     Threads: any.
     """
 
-    def __init__(self, me: WorkerInfo, agent: Agent) -> None:
+    def __init__(self, me: WorkerInfo, agent: RpcAgent) -> None:
         self._me, self._agent = me, agent
         self._contexts: dict[int, Context] = {}
         self._released: dict[int, None] = {}  # in their order
@@ -342,7 +344,7 @@ class Contexts:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many contexts there are, and through how many of them a pass is under way."""
+        """How many contexts there are, and in how many of them a pass runs."""
         with self._lock:
             contexts = list(self._contexts.values())
         running = {context.number for context in contexts if context.is_running}
@@ -376,16 +378,16 @@ class Contexts:
             )
         return context
 
-    def release(self, number: int, teller: int = -1) -> None:
-        """Forget a context, here and on all processes that know it; none is an error.
+    def release(self, number: int, sender: int = -1) -> None:
+        """Forget a context, here and on all processes that know it, if it is known.
 
         Args:
             number: The context.
-            teller: Who has said so, if not this process.
+            sender: The process that has released it, if not this one.
         """
         with self._lock:
             context = self._contexts.pop(number, None)
-            self._released[number] = None  # a call of it may wait for a thread: not known yet
+            self._released[number] = None  # a call in it may still wait for a thread
             if len(self._released) > _KEPT:
                 del self._released[next(iter(self._released))]
             if context is None:
@@ -394,11 +396,11 @@ class Contexts:
         for this in passes:
             error = RpcError(f"the context {number} was released during its backward pass")
             self._failed(this, error)
-        context.workers.discard(teller)
-        self._tell_all(context, _End(number, None), hurry=False)
+        context.workers.discard(sender)
+        self._send_all(context, _PassEnd(number, None), hurry=False)
 
     def _known(self, number: int) -> Context | None:
-        """Return a context that another process has spoken of; None: it is released."""
+        """Return a context that another process has sent; None if it is released."""
         context = self._contexts.get(number)
         if context is None and number >> _ID_BITS != self._me.id:
             with self._lock:
@@ -406,10 +408,10 @@ class Contexts:
                     context = self._contexts.setdefault(number, Context(number))
         return context
 
-    # --- forward: what the agent asks of messages -------------------------------------------
+    # --- forward: called by the agent for each message ---------------------------------------
 
     def sending(self, to: int, what: str, tensors: Sequence[torch.Tensor]) -> GradientTag | None:
-        """Take note of a message that this thread sends; return its tag if it is in a context."""
+        """Record a message that this thread sends; return its tag if the thread is in a context."""
         number = current()
         context = None if number is None else self._contexts.get(number)
         if context is None:
@@ -421,7 +423,7 @@ class Contexts:
     def receiving(
         self, sender: int, tag: GradientTag, tensors: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the tensors of a message with their places in the graph."""
+        """Return the tensors of a message as part of the graph."""
         context = self._known(tag.context)
         if context is None:
             return tensors
@@ -429,8 +431,8 @@ class Contexts:
         return context.receives(tag.message, tensors, sender, tag.what) if tag.needing else tensors
 
     def serving(self, tag: GradientTag) -> AbstractContextManager[None]:
-        """Return what a call that came with the tag runs in, its answer included."""
-        context = self._known(tag.context)  # also where a message has nothing to unpack
+        """Return the context in which a call that came with the tag runs, with its answer."""
+        context = self._known(tag.context)  # also if the message has nothing to unpack
         if context is not None:
             context.workers.add(tag.message[0])
         return inside(tag.context)
@@ -438,7 +440,7 @@ class Contexts:
     # --- backward ----------------------------------------------------------------------------
 
     def backward(self, number: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
-        """Run a backward pass that begins here, to its end; see `api.backward`."""
+        """Run a backward pass that starts here; see `api.backward`."""
         context = self.find(number)
         this = self._me.id, next(self._numbers)
         run = self._passes[this] = _Pass(number, self._agent.transport.ticket())
@@ -447,16 +449,16 @@ class Contexts:
                 awaited = context.begin(this, roots, retain_graph)
                 ones = [torch.ones_like(root) for root in roots]
                 losses = _Gradients(number, *_ROOTS, retain_graph, 0, awaited)
-                self._step(context, this, losses, ones)
+                self._step(context, this, self._me.id, losses, ones)
                 self._wait(run)
                 if run.awaited and run.failed is None:
                     run.asked = True
                     self._end(number, this)
                     self._wait(run)
             if run.failed is not None:
-                allow = self._agent.allow
-                cause = failures.decode(run.failed.error, allow and allow.find_error)
-                raise _raised(run.failed.node, cause)
+                allow, failed = self._agent.allow, run.failed
+                cause = failures.decode(failed.error, failed.node, allow and allow.find_error)
+                raise _raised(failed.node, cause)
             if run.missing:
                 raise _no_gradients(run.missing)
         except BaseException:
@@ -466,19 +468,19 @@ class Contexts:
             del self._passes[this]
 
     def _wait(self, run: _Pass) -> None:
-        """Wait until a pass is over; run what gradients set off that come."""
+        """Wait until a pass is over, and run the steps of gradients that arrive."""
         while True:
             while run.arrivals:
                 run.arrivals.popleft()()
             if run.over:
                 return
             if run.ticket.done:
-                run.ticket = self._agent.transport.ticket()  # and look again before waiting
+                run.ticket = self._agent.transport.ticket()  # and check again before waiting
             elif not self._agent.transport.wait(run.ticket):
                 raise RpcError("RPC was shut down during this backward pass", op="backward")
 
     def waits(self, backward: PassId, arrival: Callable[[], None]) -> bool:
-        """Whether a thread waits in that backward pass; it then runs what gradients set off."""
+        """Whether a thread waits in that backward pass; it then runs the step of the gradients."""
         run = self._passes.get(backward)
         if run is None:
             return False
@@ -486,16 +488,22 @@ class Contexts:
         self._agent.transport.complete(run.ticket)
         return True
 
-    def arrive(self, backward: PassId, read: Callable[[], Any]) -> None:
-        """Run what gradients set off; `read` returns what `send_gradients` was given.
+    def arrive(self, backward: PassId, sender: int, read: Callable[[], Any]) -> None:
+        """Run the step of gradients that arrived, in a thread that is in no context.
 
-        In a thread that is in no context.
+        Args:
+            backward: The pass.
+            sender: The process that sent the gradients.
+            read: Returns the values of the message, as `send_gradients` was given them.
         """
         try:
             values = read()
-            came = _Gradients(*values[: len(_Gradients._fields)])
+            header, gradients = values[: len(_Gradients._fields)], values[len(_Gradients._fields) :]
+            if not _are_gradients(header, gradients):
+                raise failures.malformed_message(sender, TypeError(f"no gradients: {header!r}"))
+            came = _Gradients(*header)
             with _profiled("SendRpcBackward"):
-                self._step(self.find(came.context), backward, came, values[len(came) :])
+                self._step(self.find(came.context), backward, sender, came, gradients)
         except Exception as error:
             self._failed(backward, error)
 
@@ -503,60 +511,60 @@ class Contexts:
         self,
         context: Context,
         backward: PassId,
+        sender: int,
         came: _Gradients,
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Take gradients; send on what this gives, with shares of the credit, or give it back."""
-        message = came.sender, came.number
-        outgoing, more = context.arrive(backward, message, gradients, came.retain_graph)
+        """Add gradients; send the resulting ones with shares of the credit, or return it."""
+        outgoing, more = context.arrive(backward, sender, came, gradients)
         share, awaited = came.share, came.awaited + more
         if not outgoing:
-            self._back(_Back(backward, share, awaited))
+            self._report(_PassReport(backward, share, awaited))
         while outgoing:
             to, got = outgoing.pop()
             share += bool(outgoing)  # one half for this message, the other for those after it
-            told = _Gradients(context.number, *to.message, came.retain_graph, share, awaited)
+            header = _Gradients(context.number, *to.message, came.retain_graph, share, awaited)
             with _profiled("RecvRpcBackward"):
-                self._agent.send_gradients(to.sender, backward, (*told, *map(_dense, got)))
+                self._agent.send_gradients(to.sender, backward, (*header, *map(_dense, got)))
             awaited = 0
 
-    def _back(self, message: _Back) -> None:
+    def _report(self, message: _PassReport) -> None:
         if message.backward[0] != self._me.id:
-            self._tell(message.backward[0], message)
+            self._send(message.backward[0], message)
             return
         run = self._passes.get(message.backward)
         if run is not None:
             with self._lock:
-                run.take(message)
+                run.add(message)
             self._agent.transport.complete(run.ticket)
 
     def _failed(self, backward: PassId, error: Exception) -> None:
         encoded = failures.encode(error, self._me)
-        self._back(_Back(backward, node=self._me.id, error=encoded))
+        self._report(_PassReport(backward, node=self._me.id, error=encoded))
 
     def _end(self, number: int, backward: PassId) -> None:
         """End a pass that has failed, here and on all processes that know its context."""
         context = self._contexts.get(number)
         missing = None if context is None else context.end(backward)
         if context is not None and missing is not None:
-            self._tell_all(context, _End(number, backward))
+            self._send_all(context, _PassEnd(number, backward))
             if missing:
-                self._back(_Back(backward, awaited=-len(missing), missing=missing))
+                self._report(_PassReport(backward, awaited=-len(missing), missing=missing))
 
-    # --- what comes --------------------------------------------------------------------------
+    # --- messages of other processes ---------------------------------------------------------
 
     def receive(self, sender: int, body: bytes) -> None:
-        """Take a reliable message; returns quickly."""
+        """Handle a reliable message; returns quickly."""
         message = _decoder.decode(body)
-        if isinstance(message, _Back):
-            self._back(message)
+        if isinstance(message, _PassReport):
+            self._report(message)
         elif message.backward is not None:
             self._end(message.context, message.backward)
         else:
             self.release(message.context, sender)
 
     def lost(self, worker: int, error: DureError) -> None:
-        """Take note of a process that is gone (`PeerLost`), or of a connection that broke."""
+        """Handle that a process is gone (`PeerLost`), or that a connection broke."""
         for context in list(self._contexts.values()):
             for backward, part in list(context.passes.items()):
                 if worker in part.asked:
@@ -566,32 +574,39 @@ class Contexts:
                 if context.number >> _ID_BITS == worker:
                     self.release(context.number)
 
-    def _tell(self, to: int, message: msgspec.Struct, hurry: bool = True) -> None:
+    def _send(self, to: int, message: msgspec.Struct, hurry: bool = True) -> None:
         with suppress(PeerLost):
-            self._agent.send_reliably(to, _TOPIC, msgspec.msgpack.encode(message), hurry)
+            self._agent.send_reliably(to, TOPIC, msgspec.msgpack.encode(message), hurry)
 
-    def _tell_all(self, context: Context, message: _End, hurry: bool = True) -> None:
+    def _send_all(self, context: Context, message: _PassEnd, hurry: bool = True) -> None:
         for worker in context.workers.copy():
             if worker != self._me.id:
-                self._tell(worker, message, hurry)
+                self._send(worker, message, hurry)
+
+
+def _are_gradients(header: Sequence[Any], gradients: Sequence[Any]) -> bool:
+    """Whether the values of a message are a header and gradients."""
+    if len(header) < len(_Gradients._fields) or not all(type(n) in (int, bool) for n in header):
+        return False
+    return all(each is None or isinstance(each, torch.Tensor) for each in gradients)
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a gradient as it is sent soonest: those of sums are one number in many places."""
+    """Return a small gradient contiguous: that of a sum is one number with stride 0."""
     if gradient is None or gradient.layout is not torch.strided or gradient.numel() > 1024:
         return gradient
     return gradient.contiguous()
 
 
 def _profiled(name: str) -> AbstractContextManager[Any]:
-    """Return what shows in torch's profiler, where one runs."""
+    """Return a range of torch's profiler, if one runs."""
     if torch.autograd._profiler_enabled():  # pyright: ignore
         return torch.profiler.record_function(name)
     return _UNPROFILED
 
 
 def _raised(node: int, cause: Exception) -> DureError:
-    """Return what the caller of `backward` gets for an error elsewhere."""
+    """Return the error that `backward` raises for an error of another process."""
     if isinstance(cause, PeerLost):
         return cause
     trace = getattr(cause, "remote_traceback", "")

@@ -1,26 +1,27 @@
 """The part of a distributed graph that is in one process, run piece by piece as gradients arrive.
 
 A backward pass enters a process through *roots*: the tensors on which the user called `backward`,
-and, for each message with tensors that left the process, those tensors. Their gradients come at
-different times, and some of them only after gradients that this process must send first. So the
-graph cannot be run at once. Each node has a count of the edges and roots that lead to it and have
-brought nothing yet; those with none are *ready*, and run when a root arrives, by one call of
-torch's engine. So each node runs once, with its whole gradient, and its hooks are called once.
+and, for each message with tensors that left the process, those tensors. Their gradients arrive at
+different times, and some only after gradients that this process must send first, so the graph
+cannot run at once. Each node has a count of the edges and roots that lead to it and have brought no
+gradient yet; a node with count 0 is *ready*, and runs when a root arrives, by one call of
+torch's engine. So each node runs once, with its complete gradient, and its hooks are called once.
 
 Leaves and the nodes of tensors that came from other processes are the ends: the engine *captures*
 their gradients. Those of leaves go to the context instead of `.grad`, those of received tensors are
 sent there.
 
-**At a border**, where an edge leads from a ready node to one that is not, the engine must not go
-on. It executes what leads to a captured end and nothing else, so an end to which some node behind
-the border leads is left out, and what leads to no other end stays ready for the next time. A node
-that does run, and also leads to what does not, is called once more, by itself, for what it passes
-on there (`_pass_on`). In most programs there is no border but at leaves: roots share weights only.
+**At a border**, an edge from a ready node to one that is not, the engine must stop. It executes the
+nodes that lead to a captured end, and no others. So an end to which a node behind the border leads
+is omitted, and nodes that lead to no other end stay ready for the next call. A node that runs, and
+also leads to one behind the border, is called once more by itself, for the gradient that it passes
+to that one (`_pass_on`). In most programs the only borders are at leaves, because roots share only
+weights.
 
-**Leaves** accumulate at the end of the pass, in one run of the engine (data parallelism counts on
+**Leaves** accumulate at the end of the pass, in one run of the engine (data parallelism relies on
 that), with `.grad` set aside; their hooks, and those of their accumulating nodes, are called there.
-The engine also calls the hooks of a tensor where it captures its gradient. Those of leaves are set
-aside meanwhile, for they would see parts of it.
+The engine also calls the hooks of a tensor when it captures its gradient. Those of leaves are
+removed for that time, because they would see partial gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 Root = TypeVar("Root", bound=Hashable)
 
 _COPIED_BYTES = 64 << 10
-"""Gradients of leaves are copied; with more, or sparse ones, they are handed over, by a node."""
+"""Gradients of leaves up to this total are copied; larger or sparse ones are moved (`_Handing`)."""
 
 _change = threading.Condition()
 _aside: dict[int, int] = {}
@@ -49,25 +50,25 @@ _aside: dict[int, int] = {}
 
 _ELSEWHERE = (
     "these gradients belong to another process: call dure.autograd.backward(context_id, [loss]) "
-    "for a loss that remote calls have part in, once, or with retain_graph=True"
+    "for a loss that depends on remote calls, once, or with retain_graph=True"
 )
 _delayed: Any = torch._C._functions.DelayedError  # pyright: ignore
-"""A node of torch's, made without its dispatcher, that raises an error where it is executed."""
+"""A node of torch, made without its dispatcher, that raises an error when it is executed."""
 
 _alone = _delayed(_ELSEWHERE, 1)
 _anchor = torch.empty(0, requires_grad=True, device="cpu")
-"""Makes torch see tensors that were received as part of a graph."""
+"""Makes received tensors part of a graph."""
 
 _alias: Any = torch.ops.aten.alias.default
 
 _run: Any = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
-"""torch's engine, without what `torch.autograd.backward` checks and logs."""
+"""torch's engine, without the checks and logs of `torch.autograd.backward`."""
 
 
 def place(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of another process as those of this process's graph; they share memory.
+    """Return tensors of another process as part of this process's graph; they share memory.
 
-    All have one node, which is never executed: `LocalGraph` takes the gradients that come to it.
+    All have one node, which is never executed: `LocalGraph` captures its gradients.
     """
     leaves = [tensor.requires_grad_(False) for tensor in tensors]  # else it would keep their memory
     *placed, _ = _delayed(_ELSEWHERE, len(leaves) + 1)(*leaves, _anchor)
@@ -75,7 +76,7 @@ def place(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Return where the gradient of a tensor enters its graph; in grad mode."""
+    """Return the edge at which the gradient of a tensor enters its graph; needs grad mode."""
     if tensor.grad_fn is not None:
         return GradientEdge(tensor.grad_fn, tensor.output_nr)
     # What is computed of a leaf leads to its node; here without torch's dispatcher, and without
@@ -85,10 +86,10 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 
 @contextmanager
 def aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """While within: no other thread has hooks, or `.grad`, of these leaves aside; waits for all.
+    """Reserve the hooks and `.grad` of these leaves for this thread, for a block; waits for all.
 
-    Others have those of other leaves, for hooks within may wait for other processes (data
-    parallelism does), and these for what another thread does here.
+    There is not one lock for all leaves: hooks that run in the block may wait for other processes
+    (data parallelism does), and these for another thread of this process.
     """
     me = threading.get_ident()
     with _change:
@@ -109,7 +110,7 @@ def with_grads(
     gradients: Sequence[torch.Tensor | None],
     work: Callable[[], object],
 ) -> list[torch.Tensor | None]:
-    """Do something while leaves have other gradients as `.grad`; return what these are then."""
+    """Call a function while leaves have other gradients as `.grad`; return these afterwards."""
     with aside(leaves):
         kept = [leaf.grad for leaf in leaves]
         try:
@@ -128,13 +129,13 @@ class LocalGraph(Generic[Root]):
     Args:
         roots: For each root the edges at which its gradients enter, in their order.
         received: The nodes whose gradients are sent to other processes, and for how many tensors.
-        retain_graph: Whether the graph can be run once more afterwards.
+        retain_graph: Whether the graph can run again afterwards.
 
     Attributes:
         roots: As given.
-        missing: The roots whose gradients have not come.
-        leaves: The gradients of leaves, when those of all roots have come.
-        received: Those of the nodes given that some root reaches.
+        missing: The roots whose gradients have not arrived.
+        leaves: The gradients of leaves, when those of all roots have arrived.
+        received: The received nodes that a root reaches.
         unreached: The others.
 
     Threads: one at a time.
@@ -174,7 +175,7 @@ class LocalGraph(Generic[Root]):
         self._due = set(self.received)
 
     def arrive(self, root: Root, gradients: Sequence[torch.Tensor | None]) -> dict[Node, Gradients]:
-        """Take the gradients of a root, and run what can be run.
+        """Add the gradients of a root, and run the nodes that are ready.
 
         Returns:
             For each received node whose gradients are complete now, those of its outputs.
@@ -189,7 +190,7 @@ class LocalGraph(Generic[Root]):
         return complete
 
     def _run_ready(self, root: Root) -> dict[Node, Gradients]:
-        """Run what can be run while some roots are missing."""
+        """Run the nodes that are ready while some roots are missing."""
         stack = [edge.node for edge in self.roots[root]]
         while stack:
             node = stack.pop()
@@ -220,9 +221,9 @@ class LocalGraph(Generic[Root]):
         """Have the engine execute nodes; return as `arrive`.
 
         Args:
-            nodes: These; leaves among them are left out.
-            leaves: Those that they lead to, and nothing else does that has a gradient.
-            shared: Those of `nodes` that also lead to others.
+            nodes: The nodes; leaves among them are omitted.
+            leaves: Leaves to which only these nodes lead.
+            shared: The nodes that also lead to nodes that do not run.
         """
         due = [node for node in self._due if node in nodes]
         self._due.difference_update(due)
@@ -253,7 +254,7 @@ class LocalGraph(Generic[Root]):
         return complete
 
     def _pass_on(self, node: Node, got: Gradients, known: set[Node]) -> None:
-        """Find the gradients that a node passes on to others than the engine was told of."""
+        """Compute the gradients that a node passes to nodes that the engine does not run."""
         given = [
             _zeros(node, number) if gradient is None else gradient
             for number, gradient in enumerate(got)
@@ -272,7 +273,7 @@ class LocalGraph(Generic[Root]):
             self._gradients[edge] = gradient if before is None else before + gradient
 
     def _accumulate(self) -> None:
-        """Let leaves have their gradients: in `leaves`, not in `.grad`."""
+        """Accumulate the gradients of leaves: in `leaves`, not in `.grad`."""
         edges, gradients = tuple(self._gradients), [*self._gradients.values()]
         self._gradients.clear()
         if not edges:
@@ -295,11 +296,11 @@ _one = torch.ones((), device="cpu")
 
 
 class _Handing(torch.autograd.Function):
-    """Hands gradients to leaves without holding them, so that they need not be copied.
+    """Moves gradients to leaves without holding them, so that they need not be copied.
 
-    It is given aliases. Of a leaf itself a Python function is applied with Python's lock held, and
-    waits so for a lock of torch's that another thread holds which computes with that leaf, and
-    waits for Python's: no thread would ever go on.
+    Its inputs are aliases. If they were the leaves, this function would hold Python's lock while it
+    waits for a lock of torch; another thread that computes with the leaf holds that one and waits
+    for Python's: a deadlock.
     """
 
     @staticmethod
@@ -319,7 +320,7 @@ def _zeros(node: Node, number: int) -> torch.Tensor:
 
 
 def _without_hooks(leaves: list[torch.Tensor], run: Callable[..., Any]) -> Any:
-    """Have the engine capture gradients; keep the hooks of leaves from being called."""
+    """Have the engine capture gradients, without calling the hooks of leaves."""
     hooked = [leaf for leaf in leaves if leaf._backward_hooks is not None]  # empty: set aside
     if not hooked:
         return run(True, False)

@@ -14,14 +14,15 @@ import torch
 from dure import native
 from dure.errors import RpcError
 from dure.rpc.allow import Allowed
-from dure.rpc.message import Body, Codec, Packed, ReferenceRow
+from dure.rpc.codec import Body, Codec, Packed, ReferenceRow, insert
 from dure.rpc.tensors import TensorRow, rebuild
 
 
 def arrive(packed: Packed, *references: object) -> Any:
     """Unpack values, memory copied."""
     body, memories = packed.body, [memory.clone() for memory in packed.memories]
-    return Codec().unpack(body, rebuild(body.tensors, body.inline, memories), references)
+    tensors = rebuild(body.tensors, body.inline, memories)
+    return insert(Codec().load(body, tensors, references), body, tensors, references)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*quantize", "ignore:TypedStorage")
@@ -106,7 +107,7 @@ def test_what_was_received_goes_when_nobody_has_it(allowed: Allowed | None) -> N
     gc.disable()  # the memory is a sender's: it must not wait for a collection
     try:
         tensors = rebuild(packed.body.tensors, b"", [memory])
-        got = Codec(allowed=allowed).unpack(packed.body, tensors)
+        got = Codec(allowed=allowed).load(packed.body, tensors)
         del tensors
         assert got[0][0].sum() == 4.0
         del got, memory

@@ -1,4 +1,4 @@
-"""How a process joins the others: it finds the store, says who it is, and gets its transport."""
+"""How a process joins a world: it finds the store, and publishes how others reach it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import timedelta
 from dure import env, native
 from dure.comm.futures import starts_threads
 from dure.errors import UsageError
-from dure.rpc.peers import Peer, Peers
+from dure.rpc.peers import PeerAddress, Peers
 from dure.rpc.sockets import Sockets
 from dure.rpc.transport import HostTransport
 from dure.store.address import outward_address, resolve
@@ -25,19 +25,19 @@ from dure.store.network import NetworkStore
 from dure.store.prefix import PrefixStore
 from dure.store.rendezvous import rendezvous
 
-__all__ = ["Meeting", "connect"]
+__all__ = ["JoinOptions", "connect"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Who joins, and where.
+class JoinOptions:
+    """The world that a process joins, and its place in it.
 
     Attributes:
         name: The process's name.
-        rank: Its rank, and id; -1: the environment's or the `init_method`'s, and with dynamic
+        rank: Its rank and id; if -1, that of the environment or the `init_method`, or with dynamic
             membership any.
-        world_size: How many there are; -1 likewise; None: any number, who join and leave at any
-            time.
+        world_size: The number of processes; if -1, that of the environment or the `init_method`; if
+            None, membership is dynamic.
         init_method: Where they meet, as in `init_process_group`.
         store: A store to meet in, instead.
         timeout: How long to wait for each other.
@@ -52,20 +52,20 @@ class Meeting:
 
 
 def connect(
-    meeting: Meeting, slots: int, shared_memory: bool = True, unreachable_s: float | None = None
+    options: JoinOptions, slots: int, shared_memory: bool = True, unreachable_s: float | None = None
 ) -> HostTransport:
     """Join, and return the transport, not started yet.
 
     Args:
-        meeting: Who joins, and where.
+        options: The world, and this process's place in it.
         slots: How many calls run at a time.
-        shared_memory: False: all messages go through sockets.
-        unreachable_s: How long a process of another host is looked for until it counts as gone;
-            None: as long as a host may be silent.
+        shared_memory: If False, all messages go through sockets.
+        unreachable_s: How long to try to reach a process of another host until it counts as gone;
+            if None, as long as a host may be silent.
 
     Raises:
-        UsageError: There is no native engine here, or `threading` was patched.
-        RendezvousError: The processes could not meet, or two have one name.
+        UsageError: The native engine is not supported here, or `threading` was patched.
+        RendezvousError: The processes could not meet, or two have the same name.
         StoreError: No socket can be opened.
 
     Collective:
@@ -74,12 +74,12 @@ def connect(
     native.require("dure.rpc")
     if not starts_threads():
         raise UsageError(
-            "RPC needs threads of the system to receive messages",
+            "RPC needs system threads to receive messages",
             op="init_rpc",
             seen="threading was patched, by gevent or eventlet",
             fix="Use RPC in processes that are not patched.",
         )
-    store, rank, world_size, address, leave = _met(meeting)
+    store, rank, world_size, address, leave = _find_store(options)
     try:
         if store.compare_set("world", "", name := uuid.uuid4().hex) != name.encode():
             name = store.get("world").decode()
@@ -89,7 +89,7 @@ def connect(
         inbox = native.Inbox()
         heap, process = native.heap_identity(), myself()
         where = inbox.offset, listener.endpoint
-        me = Peer(meeting.name, rank, process, heap, *where, own_build())
+        me = PeerAddress(options.name, rank, process, heap, *where, own_build())
         try:
             peers = Peers.meet(store, me, world_size) if world_size else Peers.join(store, me)
         except BaseException:
@@ -101,27 +101,27 @@ def connect(
     return HostTransport(inbox, peers, sockets, slots, shared_memory, leave)
 
 
-def _met(meeting: Meeting) -> tuple[Store, int, int, str, Callable[[], None]]:
-    """Return a store, this process's rank, the world size (0: any), its address, and how to leave.
+def _find_store(options: JoinOptions) -> tuple[Store, int, int, str, Callable[[], None]]:
+    """Return the store, this process's rank, the world size (0 for any), its address, and `leave`.
 
-    The address is empty where others may be on other hosts.
+    The address is empty if other processes may be on other hosts.
     """
-    rank, size, given = meeting.rank, meeting.world_size, meeting.store
+    rank, size, given = options.rank, options.world_size, options.store
     if size is not None:
         world = rendezvous(
-            meeting.init_method, rank, size, given, meeting.timeout, group_name="rpc"
+            options.init_method, rank, size, given, options.timeout, group_name="rpc"
         )
         address = "127.0.0.1" if world.same_host else ""
         return world.store, world.rank, world.world_size, address, world.close
     if given is not None:
         return PrefixStore("dure/rpc", given), rank, 0, "", lambda: None
-    url = meeting.init_method or "env://"
-    # who has no rank is not the one who serves the store
+    url = options.init_method or "env://"
+    # a process without a rank does not serve the store
     method = read_init_method(url, rank if rank >= 0 or url.startswith("env:") else 1, 1)
-    if isinstance(method.endpoint, FileEndpoint):  # in which some may have died, and others go on
-        base = FileStore(method.endpoint.path, 1, meeting.timeout)
+    if isinstance(method.endpoint, FileEndpoint):  # its other users may have died
+        base = FileStore(method.endpoint.path, 1, options.timeout)
     else:
-        base = method.endpoint.open(method.rank, 1, meeting.timeout.total_seconds())
+        base = method.endpoint.open(method.rank, 1, options.timeout.total_seconds())
     name, elastic = method.endpoint.name, env.flag("DURE_ELASTIC")
     if url.startswith("env:") and elastic:  # replacements have another restart count
         name = env.text("TORCHELASTIC_RUN_ID") or name
@@ -131,7 +131,7 @@ def _met(meeting: Meeting) -> tuple[Store, int, int, str, Callable[[], None]]:
 def _key_of(store: Store) -> JobKey | None:
     """Return the job key of the network store at the bottom of `store`.
 
-    Other stores are as private as their file or their server is: those who meet there make a key.
+    Other stores are as private as their file or server: their first process makes a key.
     """
     base = store
     while (inner := getattr(base, "underlying_store", None)) is not None:
