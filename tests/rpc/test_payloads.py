@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,11 +52,9 @@ def test_a_malformed_answer_is_an_error_that_names_its_sender(
         Gate.wait_for()
         (call,) = agent.calls.all()
         cluster.agents[1].transport.send(0, RpcMessage(kind, 1, call.number, body), ())
+        wait = future.wait if asynchronous else partial(agent.caller.wait, call)
         with pytest.raises(RpcError, match="malformed message from worker 1") as caught:
-            if asynchronous:
-                future.wait()
-            else:
-                agent.caller.wait(call)
+            wait()
         assert caught.value.peer == 1
         Gate.open.set()
 

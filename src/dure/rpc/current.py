@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["current", "here", "is_set", "set_current", "using"]
 
 
-class _ThreadState(threading.local):
+class _RpcThreadState(threading.local):
     """The state of a thread.
 
     Attributes:
@@ -30,7 +30,7 @@ class _ThreadState(threading.local):
     context: int | None = None
 
 
-here = _ThreadState()
+here = _RpcThreadState()
 _process: list[RpcAgent] = []
 
 
