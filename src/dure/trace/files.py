@@ -60,11 +60,8 @@ class Target:
 
     def file(self, rank: int) -> Path:
         """Return the file of a rank."""
-        return self.folder / (self.name or (f"rank{rank}.json" if rank >= 0 else _nameless()))
-
-
-def _nameless() -> str:
-    return f"pid{os.getpid()}.json"
+        default = f"rank{rank}.json" if rank >= 0 else f"pid{os.getpid()}.json"
+        return self.folder / (self.name or default)
 
 
 def wanted() -> bool:

@@ -142,11 +142,6 @@ class Flight:
         return tuple(sorted(known - self.ranks.keys()))
 
 
-def _any_file(file: RankFile) -> bool:
-    del file
-    return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits for files from untrusted writers.
@@ -154,12 +149,12 @@ class Limits:
     Attributes:
         each_bytes: Most bytes of a file.
         all_bytes: Most bytes of all files together; None for no limit.
-        accept: Returns whether a file is accepted.
+        accept: Returns whether a file is accepted; None accepts all.
     """
 
     each_bytes: int = _MOST_BYTES
     all_bytes: int | None = None
-    accept: Callable[[RankFile], bool] = _any_file
+    accept: Callable[[RankFile], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +204,7 @@ def read_files(paths: Iterable[Path], where: str, limits: Limits | None = None) 
             )
             left = None if left is None else left - len(content)
             file = _decode(content)
-            if not limits.accept(file):
+            if limits.accept is not None and not limits.accept(file):
                 raise _Unreadable("holds more than a rank records")
             found.append((path, file))
         except _Unreadable as problem:
