@@ -16,7 +16,7 @@ from rich.text import Text
 from dure.errors import UsageError
 from dure.trace.calls import calls
 from dure.trace.events import State
-from dure.trace.findings import Findings, GroupView, describe, study
+from dure.trace.findings import FlightFindings, GroupView, describe, study
 from dure.trace.merging import Flight, read, read_file
 from dure.trace.pipeline_steps import measured_step
 from dure.trace.record import Record
@@ -99,7 +99,7 @@ def print_merged(console: Console, folder: Path, last: int = 10) -> None:
     _print_merged(console, flight, study(flight), last)
 
 
-def _print_merged(console: Console, flight: Flight, findings: Findings, last: int) -> None:
+def _print_merged(console: Console, flight: Flight, findings: FlightFindings, last: int) -> None:
     for problem in flight.problems:
         console.print(Text(f"left out: {problem}", "yellow"))
     for group in findings.groups:
@@ -123,7 +123,7 @@ def _print_merged(console: Console, flight: Flight, findings: Findings, last: in
     _print_calls(console, flight)
 
 
-def _side_by_side(flight: Flight, findings: Findings, group: GroupView, last: int) -> Table:
+def _side_by_side(flight: Flight, findings: FlightFindings, group: GroupView, last: int) -> Table:
     """Make a table of the group's last collectives: one row per number, one column per rank."""
     odd = next((d.seq for d in findings.differences if d.group == group.name), None)
     numbers = group.numbers[-last:]
@@ -171,7 +171,7 @@ def _place(record: Record) -> str:
     return f"{Path(record.file).name}:{record.line}" if record.file else "(unknown place)"
 
 
-def _print_late_ranks(console: Console, findings: Findings) -> None:
+def _print_late_ranks(console: Console, findings: FlightFindings) -> None:
     heads = ("group", "rank", "comes last", "late on average", "at most", "at")
     table = _table("Late ranks", *heads)
     for a in findings.arrivals:
@@ -211,7 +211,7 @@ def _table(title: str, *heads: str) -> Table:
     return table
 
 
-def _as_json(flight: Flight, findings: Findings) -> dict[str, Any]:
+def _as_json(flight: Flight, findings: FlightFindings) -> dict[str, Any]:
     names = ("differences", "absences", "waits", "failures", "arrivals")
     found: dict[str, Any] = {name: getattr(findings, name) for name in names}
     found |= {"sentences": findings.sentences, "calls": calls(flight)}

@@ -25,7 +25,7 @@ from dure.errors import DeviceError
 from dure.torch_backend.calls import Mode
 from dure.torch_backend.work import CompletedWork, TorchWork, UnwaitedWorks
 
-__all__ = ["BackendOptions", "NoBackendForDevice", "TorchGroupBase", "live_groups"]
+__all__ = ["NoBackendForDevice", "TorchBackendOptions", "TorchGroupBase", "live_groups"]
 
 if TYPE_CHECKING:
     Base = object  # torch's stub names parameters otherwise than torch's callers do
@@ -42,7 +42,7 @@ class NoBackendForDevice(DeviceError, RuntimeError):
     """The group does not serve this kind of device; torch's callers expect a RuntimeError."""
 
 
-class BackendOptions:
+class TorchBackendOptions:
     """The `backend.options` that torch and programs read and set.
 
     Args:
@@ -63,10 +63,10 @@ class BackendOptions:
     def _timeout(self, timeout: timedelta) -> None:
         self._group.set_timeout(timeout)
 
-    def __deepcopy__(self, memo: object) -> BackendOptions:
+    def __deepcopy__(self, memo: object) -> TorchBackendOptions:
         """Return new options of the same group: `split_group` copies those of the parent."""
         del memo
-        return BackendOptions(self._group)
+        return TorchBackendOptions(self._group)
 
 
 class TorchGroupBase(Base):
@@ -93,7 +93,7 @@ class TorchGroupBase(Base):
         self._name, self._desc = ours.group_name, ours.desc
         self._unwaited, self._waiters = UnwaitedWorks(), Waiters("dure-torch-future")
         self._process = os.getpid()
-        self.options = BackendOptions(self)
+        self.options = TorchBackendOptions(self)
         live_groups.add(self)
 
     # ---------------------------------------------------------------- names

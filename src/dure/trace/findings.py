@@ -20,14 +20,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dure.trace.events import State
-from dure.trace.merging import Flight, Frame
+from dure.trace.merging import Flight, StackFrame
 from dure.trace.record import Record, describe
 
 __all__ = [
     "Absence",
     "Arrivals",
     "Difference",
-    "Findings",
+    "FlightFindings",
     "GroupView",
     "Wait",
     "describe",
@@ -103,7 +103,7 @@ class Absence:
     called_by: tuple[int, ...]
     last: Record | None = None
     before_s: float = 0.0
-    now: Frame | None = None
+    now: StackFrame | None = None
     has_file: bool = True
     failure: str = ""
 
@@ -177,7 +177,7 @@ class Arrivals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class FlightFindings:
     """The result of `study`."""
 
     groups: tuple[GroupView, ...]
@@ -194,12 +194,12 @@ class Findings:
         return [*map(str, self.differences), *map(str, self.absences), *map(str, self.waits)]
 
 
-def study(flight: Flight) -> Findings:
+def study(flight: Flight) -> FlightFindings:
     """Compare the ranks' records."""
     groups = _groups(flight)
     differences = [d for g in groups if (d := _first_difference(g)) is not None]
     failed = ([r for r in f.records if r.state is State.FAILED] for f in flight.ranks.values())
-    return Findings(
+    return FlightFindings(
         groups=groups,
         differences=tuple(differences),
         absences=tuple(a for g in groups for a in _absences(flight, g)),

@@ -30,7 +30,7 @@ from dure import env
 from dure.errors import CommTimeout, Desync, DureError, PeerLost
 from dure.trace import files
 from dure.trace.marks import Mark, Marks
-from dure.trace.record import Origin, Record, Source
+from dure.trace.record import Origin, Record, RecordSource
 from dure.trace.ring import CAPACITY, FlightRing, Noted
 from dure.trace.spans import SpanRecorder
 
@@ -40,7 +40,7 @@ __all__ = [
     "Noted",
     "Origin",
     "Record",
-    "Source",
+    "RecordSource",
     "add_source",
     "dump",
     "forget",
@@ -72,7 +72,7 @@ class _Recorder:
     def clear(self) -> None:
         """Start empty: in a forked child, groups and lock belong to the parent's threads."""
         self.lock = threading.RLock()  # a signal handler may dump while its thread is in here
-        self.sources: WeakSet[Source] = WeakSet()
+        self.sources: WeakSet[RecordSource] = WeakSet()
         self.retired: dict[int, deque[Record]] = {}
         self.origins: deque[Origin] = deque(maxlen=64)
         self.dumped: dict[tuple[str, int], Path | None] = {}
@@ -103,7 +103,7 @@ _recorder = _Recorder()
 os.register_at_fork(after_in_child=_recorder.clear)
 
 
-def add_source(source: Source) -> None:
+def add_source(source: RecordSource) -> None:
     """Include the records of `source` in dumps; the recorder refers to it weakly."""
     origin = source.origin
     with _recorder.lock:
@@ -111,7 +111,7 @@ def add_source(source: Source) -> None:
         _recorder.dumped.pop((origin.group, origin.global_rank), None)
 
 
-def retire(source: Source) -> None:
+def retire(source: RecordSource) -> None:
     """Copy the records of `source` and drop it; an unknown source is ignored."""
     with _recorder.lock:
         if source not in _recorder.sources:
@@ -123,7 +123,7 @@ def retire(source: Source) -> None:
         _recorder.origins.append(origin)
 
 
-def forget(source: Source) -> None:
+def forget(source: RecordSource) -> None:
     """Drop `source` without its records: they are parts of operations of another source."""
     with _recorder.lock:
         _recorder.sources.discard(source)

@@ -35,10 +35,10 @@ _CONTROL = re.compile(
 __all__ = [
     "ClockPair",
     "Flight",
-    "Frame",
     "Limits",
     "Membership",
     "RankFile",
+    "StackFrame",
     "ThreadStack",
     "read",
     "read_file",
@@ -65,7 +65,7 @@ class Membership:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class StackFrame:
     """One level of a Python stack."""
 
     file: str
@@ -82,7 +82,7 @@ class ThreadStack:
 
     name: str
     main: bool
-    stack: tuple[Frame, ...]
+    stack: tuple[StackFrame, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class RankFile:
         return self.reason.removeprefix(CRASHED) if self.reason.startswith(CRASHED) else ""
 
     @property
-    def where(self) -> Frame | None:
+    def where(self) -> StackFrame | None:
         """The innermost frame of the program in the main thread; else the innermost frame."""
         main = next((t.stack for t in self.threads if t.main), ())
         own = user_frame([frame.file for frame in reversed(main)])

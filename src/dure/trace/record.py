@@ -12,7 +12,7 @@ from typing import Protocol
 
 from dure.trace.events import State
 
-__all__ = ["MESSAGES", "Origin", "Record", "Source", "describe"]
+__all__ = ["MESSAGES", "Origin", "Record", "RecordSource", "describe"]
 
 MESSAGES = frozenset({"send", "isend", "recv", "irecv", "rpc", "remote", "to_here"})
 """Operations between two ranks; their numbers are separate from those of collectives."""
@@ -99,7 +99,7 @@ class Origin:
         return self.global_ranks[self.rank]
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """Records the last operations of one rank in one group.
 
     Threads: `records` may be called from any thread, and from a signal handler, at any time.

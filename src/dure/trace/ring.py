@@ -34,7 +34,7 @@ Noted = list[Any]
 
 
 class FlightRing:
-    """The last `capacity` operations of one rank in one group (a `Source`).
+    """The last `capacity` operations of one rank in one group (a `RecordSource`).
 
     Threads: every method may be called from any thread; each is a single list operation, so no lock
     is needed.
