@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from dure.tensor import Partial, Placement, Replicate, Shard, init_device_mesh
-from dure.tensor.call import Op, OpCall, Strategy, schema_of
+from dure.tensor.call import AxisStrategy, Op, OpCall, schema_of
 from dure.tensor.registry import Rule, _rules, rule_of
 from dure.tensor.rules import attention
 from dure.tensor.spec import TensorMeta, spec_of
-from dure.tensor.watching import Watch
+from dure.tensor.watching import OperationRecorder
 from dure.tensor.wrapping import wrap
 from dure.testing import run_ranks
 
@@ -299,11 +299,11 @@ def allowed(called: Called, mesh: Any) -> str:
     return ", ".join(f"`{way}`" for way in _written(found.strategies(call)))
 
 
-def _reshaped(found: Rule, call: OpCall, given: Placement) -> Strategy | None:
+def _reshaped(found: Rule, call: OpCall, given: Placement) -> AxisStrategy | None:
     """Return what a placement becomes that goes along through a view; None if it is moved."""
     spec = call.operands[0].with_placements([given])
     (way,) = found.strategies(replace(call, operands=(spec,)))
-    return Strategy((given,), way.outputs[0]) if way.inputs[0] == (given,) else None
+    return AxisStrategy((given,), way.outputs[0]) if way.inputs[0] == (given,) else None
 
 
 def _call(called: Called, mesh: Any) -> OpCall:
@@ -324,7 +324,7 @@ def _call(called: Called, mesh: Any) -> OpCall:
     return OpCall(called.op, tuple(bare), named, tuple(specs), tuple(places), metas)
 
 
-def _written(strategies: Sequence[Strategy]) -> list[str]:
+def _written(strategies: Sequence[AxisStrategy]) -> list[str]:
     """Return ways as text: those of all dimensions, or all kinds of terms, as one."""
     cuts: dict[str, list[int]] = {}
     terms: dict[str, list[str]] = {}
@@ -410,7 +410,7 @@ def _run(called: Called, mesh: Any, rank: int, number: int, placement: Placement
         return wrap(part.contiguous().clone(), spec_of(mesh, (lies,), TensorMeta.of(tensor)))
 
     args, kwargs = tree_map(lambda t: made(t) if _is_tensor(t) else t, (called.args, called.kwargs))
-    with torch.no_grad(), Watch() as watch:
+    with torch.no_grad(), OperationRecorder() as watch:
         try:
             called.op(*args, **kwargs)
         except Exception as error:

@@ -1,9 +1,9 @@
 """`DeviceMesh`: the ranks of a job as an array with named axes.
 
 A mesh is a layout (layout.py) over the ranks of its *root* (root.py), the mesh that it was cut
-from, and one group for each of its axes. Slicing, flattening, splitting and joining change the
-layout alone; the groups belong to the root. So sub-meshes cost nothing, and asking for one twice
-gives the same object.
+from, and one group for each of its axes. Slicing, flattening, splitting and joining change only the
+layout; the groups belong to the root. So sub-meshes cost nothing, and equal sub-meshes of a root
+are the same object.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _numbers = itertools.count()
 
 
 def current_mesh() -> DeviceMesh | None:
-    """Return the mesh of the innermost ``with mesh:`` block; None outside of one."""
+    """Return the mesh of the innermost ``with mesh:`` block; None outside of such blocks."""
     entered = _current.get()
     return entered[-1] if entered else None
 
@@ -48,28 +48,35 @@ class DeviceMesh:
     """The ranks of a job as an array, with a process group along each axis.
 
     Args:
-        device_type: Where tensors of the mesh are: "cpu" or "cuda".
-        mesh: Global ranks, as nested lists or an integer tensor. They may be a part of the world:
-            on the other ranks the coordinate is None.
+        device_type: The device of the mesh's tensors: "cpu" or "cuda".
+        mesh: Global ranks, as nested lists or an integer tensor. They may be a subset of the world;
+            other ranks have no coordinate (`get_coordinate` returns None).
         mesh_dim_names: A name for each axis.
-        backend_override: For each axis (backend, options), None for what the world has.
-        _init_backend: Whether to make the groups.
-        _rank: The global rank to look from; that of the world's default group where None.
+        backend_override: A pair (backend, options) for each axis; None for the world's.
+        _init_backend: Whether to create the groups.
+        _rank: The global rank of this process; if None, its rank in the default group.
 
     Raises:
-        MeshError: A rank is out of range or there twice; names that are no names, twice, or of
-            another number; a device type with an index.
-        Desync: Ranks gave different meshes (see `new_group`).
+        MeshError: A rank is out of range or occurs twice; invalid, repeated, or a wrong number of
+            names; a device type with an index.
+        Desync: Ranks passed different meshes (see `new_group`).
 
     Collective:
-        All ranks of the world make a mesh, whether they are in it or not; with
-        ``_init_backend=False`` nothing is sent.
+        All ranks of the world, in the mesh or not; nothing is sent with ``_init_backend=False``.
 
     Cost:
-        That of one group, however many axes: see `new_group`.
+        That of one group, for any number of axes: see `new_group`.
 
     Threads:
-        From any. A mesh never changes, except that `_flatten` adds a name to its root.
+        Any. A mesh is immutable, except that `_flatten` adds a name to its root.
+
+    Example:
+        ```python
+        from dure.device_mesh import DeviceMesh, init_device_mesh
+
+        mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+        assert mesh["tp"].size() == 2 and mesh.get_coordinate() == (0, dist.get_rank())
+        ```
     """
 
     _root: Root
@@ -79,7 +86,7 @@ class DeviceMesh:
     _coordinate: tuple[int, ...] | None
     _ranks: tuple[int, ...]
     number: int
-    """Tells meshes apart that live at once in one process; equal meshes may have different ones."""
+    """Unique among the meshes of a process; equal meshes may have different numbers."""
 
     def __init__(
         self,
@@ -93,7 +100,7 @@ class DeviceMesh:
     ) -> None:
         _check_device_type(device_type)
         if mesh is None:
-            raise MeshError("a mesh is made of ranks", fix="Pass mesh=[[0, 1], [2, 3]], say.")
+            raise MeshError("mesh must be passed", fix="Pass ranks, such as mesh=[[0, 1], [2, 3]].")
         array = _as_array(mesh)
         names = _check_names(mesh_dim_names, array.ndim)
         if _init_backend and current_world().default is None:
@@ -113,7 +120,7 @@ class DeviceMesh:
 
     @staticmethod
     def _cut(root: Root, layout: Layout, names: tuple[str, ...] | None) -> DeviceMesh:
-        """Return the mesh of a root that has this layout and these names, always the same."""
+        """Return the mesh of a root with this layout and these names, always the same object."""
         mesh = root.meshes.get((layout, names))
         if mesh is None:
             mesh = DeviceMesh.__new__(DeviceMesh)
@@ -134,7 +141,7 @@ class DeviceMesh:
         overrides = [(None, None)] * self.ndim if overrides is None else overrides
         if len(overrides) != self.ndim:
             raise MeshError(
-                "backend_override has one entry for each axis",
+                "backend_override must have one entry for each axis",
                 seen=f"{len(overrides)} for {self.ndim} axes",
             )
         return [
@@ -150,19 +157,29 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """Make a mesh over groups that exist.
+        """Create a mesh from existing groups.
 
         Args:
-            group: One group for a mesh of one axis, or this rank's group along each axis.
+            group: One group for a mesh of one axis, or a list with this rank's group of each axis.
             device_type: As for `DeviceMesh`.
             mesh: The global ranks; required with a list of groups.
-            mesh_dim_names: Required with a list of groups.
+            mesh_dim_names: A name for each axis; required with a list of groups.
+
+        Returns:
+            The mesh.
 
         Raises:
-            MeshError: A group's ranks are not those along its axis of `mesh`.
+            MeshError: A group's ranks are not those along its axis of `mesh`, or an argument is
+                missing.
 
-        Collective:
-            Sends nothing.
+        Cost:
+            No communication.
+
+        Example:
+            ```python
+            world = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("dp",))
+            assert world.get_group("dp") is dist.group.WORLD
+            ```
         """
         if isinstance(group, ProcessGroup):
             groups = [group]
@@ -170,11 +187,11 @@ class DeviceMesh:
         else:
             groups = list(group)
             if not groups or mesh is None or mesh_dim_names is None:
-                raise MeshError("a list of groups needs a group, mesh and mesh_dim_names")
+                raise MeshError("with a list of groups, mesh and mesh_dim_names must be passed")
         made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, _init_backend=False)
         if made.ndim != len(groups):
             raise MeshError(
-                "the mesh has one axis for each group",
+                "the mesh must have one axis for each group",
                 seen=f"{made.ndim} axes and {len(groups)} groups",
             )
         for number, (axis, one) in enumerate(zip(made._layout.axes, groups, strict=True)):
@@ -189,24 +206,26 @@ class DeviceMesh:
         made._root.register()
         return made
 
-    # ---------------------------------------------------------------- what it is
+    # ---------------------------------------------------------------- attributes
 
     @property
     def device_type(self) -> str:
-        """Where tensors of the mesh are: "cpu", "cuda"."""
+        """The device of the mesh's tensors: "cpu" or "cuda"."""
         return self._root.device_type
 
     @property
     def mesh(self) -> torch.Tensor:
-        """The global ranks, an int tensor of the mesh's shape; of a sub-mesh, this rank's.
+        """The global ranks, an int tensor of the mesh's shape.
+
+        A sub-mesh has a copy for each coordinate on the other axes; this is this rank's copy.
 
         Raises:
-            MeshError: This rank is in none of several sub-meshes that are cut alike.
+            MeshError: This rank is in no copy of a sub-mesh.
         """
         if self._coordinate is None and self._layout.size < len(self._root.ranks):
             raise MeshError(
-                "a rank outside the mesh has no sub-mesh of it",
-                seen=f"rank {self._root.rank} is none of {list(self._root.ranks)}",
+                "this rank is in no copy of the sub-mesh",
+                seen=f"rank {self._root.rank} is not in {list(self._root.ranks)}",
             )
         return torch.tensor(self._ranks, dtype=torch.int, device="cpu").reshape(self._shape)
 
@@ -222,11 +241,18 @@ class DeviceMesh:
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """Name of each axis; None where it has none."""
+        """Name of each axis; None if the axes have no names."""
         return self._names
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """Return the number of ranks along an axis, or of the mesh."""
+        """Return the number of ranks along an axis, or of the mesh.
+
+        Args:
+            mesh_dim: Number or name of the axis; if None, the size of the mesh is returned.
+
+        Raises:
+            MeshError: No such axis.
+        """
         return self._layout.size if mesh_dim is None else self._shape[self._axis(mesh_dim)]
 
     def get_rank(self) -> int:
@@ -234,26 +260,31 @@ class DeviceMesh:
         return self._root.rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return where this rank stands on each axis; None if it is not in the mesh."""
+        """Return this rank's coordinate on each axis; None if it is not in the mesh."""
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return where this rank stands on an axis, which a mesh of one axis need not be told.
+        """Return this rank's coordinate on an axis.
+
+        Args:
+            mesh_dim: Number or name of the axis; may be None for a mesh of one axis.
 
         Raises:
+            MeshError: No such axis, or None for a mesh of several axes.
             NotInGroupError: This rank is not in the mesh.
         """
         axis = self._only_axis("get_local_rank") if mesh_dim is None else self._axis(mesh_dim)
         return self._inside()[axis]
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
-        """Return this rank's group along an axis, which a mesh of one axis need not be told.
+        """Return this rank's group along an axis.
 
         Args:
-            mesh_dim: Number or name of an axis, or a name made by `_flatten`.
+            mesh_dim: Number or name of an axis, or a name made by `_flatten`; may be None for a
+                mesh of one axis.
 
         Raises:
-            MeshError: No such axis; the mesh was made without groups.
+            MeshError: No such axis, None for a mesh of several axes, or a mesh without groups.
             NotInGroupError: This rank is not in the mesh.
         """
         if isinstance(mesh_dim, str) and mesh_dim in self._flat_names():
@@ -268,17 +299,17 @@ class DeviceMesh:
             raise MeshError(
                 "this mesh has no process groups",
                 seen=f"{self!r}",
-                fix="Make it with init_device_mesh(), on all ranks. Unpickled, a mesh has the "
-                "groups of an equal one that was made before.",
+                fix="Create it with init_device_mesh(), on all ranks. An unpickled mesh has groups "
+                "only if an equal mesh was created before.",
             )
         return group
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """Return this rank's group along each axis."""
+        """Return this rank's group along each axis, as `get_group`."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     def rank_lists(self) -> list[list[int]]:
-        """Return the global ranks of this mesh, and of all others that are cut alike."""
+        """Return the global ranks of each copy of this sub-mesh."""
         return self._root.rank_lists(self._layout)
 
     def _inside(self) -> tuple[int, ...]:
@@ -287,19 +318,19 @@ class DeviceMesh:
                 "this rank is not in the mesh",
                 rank=self._root.rank,
                 seen=f"its ranks are {list(self._root.ranks)}",
-                fix="Ask get_coordinate(), which is None outside.",
+                fix="Check get_coordinate() first, which is None on ranks outside the mesh.",
             )
         return self._coordinate
 
     def _along(self, axis: Axis) -> tuple[int, ...] | None:
-        """Return the global ranks on this rank's copy of an axis."""
+        """Return the global ranks on this rank's copy of an axis; None outside of the mesh."""
         root = self._root
         if root.position is None:
             return None
         first = Layout((axis,)).first(root.position)
         return tuple(root.ranks[first + step] for step in axis.positions())
 
-    # ---------------------------------------------------------------- its axes
+    # ---------------------------------------------------------------- axes
 
     def _axis_names(self) -> tuple[str, ...]:
         return self._names or tuple(f"dim_{axis}" for axis in range(self.ndim))
@@ -307,7 +338,7 @@ class DeviceMesh:
     def _only_axis(self, op: str) -> int:
         if self.ndim != 1:
             raise MeshError(
-                f"{op} needs to know which axis, where there is not one alone",
+                f"{op} needs mesh_dim for a mesh that does not have exactly one axis",
                 seen=f"{self!r}",
                 fix=f"Pass mesh_dim: a number below {self.ndim}"
                 + (f", or one of {', '.join(self._names)}." if self._names else "."),
@@ -315,7 +346,7 @@ class DeviceMesh:
         return 0
 
     def _axis(self, mesh_dim: int | str) -> int:
-        """Return the number of an axis that is given by name or number."""
+        """Return the number of an axis from its name or number."""
         error = AxisError
         if isinstance(mesh_dim, str):
             if self._names is not None and mesh_dim in self._names:
@@ -326,21 +357,28 @@ class DeviceMesh:
         raise error(f"the mesh has no axis {mesh_dim!r}", seen=f"{self!r}")
 
     def _flat_names(self) -> list[str]:
-        """Return names made by `_flatten` whose ranks are all in this mesh."""
+        """Return the names made by `_flatten` whose ranks are all in this mesh."""
         own = set(self._layout.positions())
         return [n for n, axis in self._root.flattened.items() if own.issuperset(axis.positions())]
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the sub-mesh of the axes named, in that order, that this rank is in.
+        """Return the sub-mesh of some axes, in the given order, that contains this rank.
 
-        Names made by `_flatten` are names too. The same names give the same object.
+        Args:
+            mesh_dim_names: Names of axes, or names made by `_flatten`.
+
+        Returns:
+            The sub-mesh, the same object for the same names.
 
         Raises:
-            MeshError: No such name; two of them share ranks.
+            MeshError: No such name, or axes that overlap.
         """
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         if self._names is None:
-            raise MeshError("a mesh without names cannot be sliced", fix="Pass mesh_dim_names.")
+            raise MeshError(
+                "a mesh without names cannot be sliced",
+                fix="Pass mesh_dim_names when creating it.",
+            )
         own = dict(zip(self._names, self._layout.axes, strict=True))
         flat = {name: self._root.flattened[name] for name in self._flat_names()}
         unknown = [name for name in names if name not in own and name not in flat]
@@ -355,20 +393,23 @@ class DeviceMesh:
     def _flatten(
         self, mesh_dim_name: str | None = None, backend_override: BackendOverride | None = None
     ) -> DeviceMesh:
-        """Return the mesh of one axis with all ranks of this one, and name it in the root.
+        """Return a mesh of one axis with all ranks of this one; its name can then slice the root.
 
         Args:
-            mesh_dim_name: Its name; those of this mesh's axes joined by "_" where None.
+            mesh_dim_name: The name of the axis; if None, the names of this mesh joined by "_".
             backend_override: Backend, options, or both, of its group.
 
         Raises:
-            MeshError: The name is taken by other ranks; this mesh has no names.
+            MeshError: The name is used for other ranks, or this mesh has no names.
 
         Collective:
             All ranks of the world, unless the root has a group along these ranks already.
         """
         if self._names is None:
-            raise MeshError("a mesh without names cannot be flattened", fix="Pass mesh_dim_names.")
+            raise MeshError(
+                "a mesh without names cannot be flattened",
+                fix="Pass mesh_dim_names when creating it.",
+            )
         name = mesh_dim_name or "_".join(self._names)
         root, axis = self._root, self._layout.flatten()
         if self.ndim == 1 and name in self._names:
@@ -376,7 +417,7 @@ class DeviceMesh:
         taken = dict(zip(root.first._names or (), root.first._layout.axes, strict=False))
         if name in taken or root.flattened.get(name, axis) != axis:
             raise MeshError(
-                f"the name {name!r} is taken",
+                f"the name {name!r} is already used",
                 seen=f"the root has {', '.join([*taken, *root.flattened])}",
                 fix="Pass another mesh_dim_name.",
             )
@@ -401,20 +442,21 @@ class DeviceMesh:
 
         Args:
             dim: The axis, by number or name.
-            mesh_sizes: Sizes of the parts; their product is that of the axis.
-            mesh_dim_names: Names of the parts.
-            backend_override: By name or number of a part, its group's backend, options, or both.
+            mesh_sizes: Sizes of the new axes; their product must be the size of the axis.
+            mesh_dim_names: Names of the new axes.
+            backend_override: By name or number of a new axis, its group's backend, options, or
+                both.
 
         Raises:
-            MeshError: The sizes do not fit; a name is there already.
+            MeshError: The sizes do not fit, or a name is already used.
 
         Collective:
-            All ranks of the world, unless the root has groups along the parts already.
+            All ranks of the world, unless the root already has groups along the new axes.
         """
         axis, parts = self._axis(dim), tuple(mesh_dim_names)
         if self._names is None or len(parts) != len(mesh_sizes):
             raise MeshError(
-                "each part of an axis has a name, as the other axes have",
+                "each new axis must have a name, and the mesh must have names",
                 seen=f"sizes {tuple(mesh_sizes)}, names {parts}, in {self!r}",
             )
         names = _check_names((*self._names[:axis], *parts, *self._names[axis + 1 :]), None)
@@ -426,7 +468,7 @@ class DeviceMesh:
         return split
 
     def _open(self, axes: Iterable[Axis], kinds: Iterable[Kind]) -> None:
-        """Make the groups along axes that have none, if the mesh has groups at all."""
+        """Create the groups along axes that have none, if the mesh has groups at all."""
         root = self._root
         wanted = {a: k for a, k in zip(axes, kinds, strict=True) if a not in root.groups}
         if wanted and root.groups:
@@ -434,22 +476,22 @@ class DeviceMesh:
 
     @staticmethod
     def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
-        """Join meshes of one root into one that has the axes of all, one after another.
+        """Join meshes of one root into one with the axes of all, one after another.
 
         Raises:
-            MeshError: They are of several roots; they share ranks; a name is there twice.
+            MeshError: The meshes have different roots, axes overlap, or a name occurs twice.
         """
         root = device_mesh_list[0]._root
         if any(mesh._root is not root for mesh in device_mesh_list):
             raise MeshError(
-                "meshes can be joined that were cut from one", seen=f"{device_mesh_list}"
+                "only meshes that were cut from one mesh can be joined", seen=f"{device_mesh_list}"
             )
         names = tuple(name for mesh in device_mesh_list for name in mesh._names or ())
         layout = Layout.concatenate(mesh._layout for mesh in device_mesh_list)
         return DeviceMesh._cut(root, layout, _check_names(names or None, len(layout.axes)))
 
     def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
-        """Return the meshes along an axis, of all ranks; those without this rank have no group."""
+        """Return the meshes along an axis, of all ranks; meshes without this rank have no group."""
         axis = self._layout.axes[self._axis(mesh_dim_name)]
         rank = self.get_rank()
         return [
@@ -463,13 +505,13 @@ class DeviceMesh:
         ]  # fmt: skip
 
     def _get_root_mesh(self) -> DeviceMesh:
-        """Return the mesh that this one was cut from; itself if it was not."""
+        """Return the mesh that this one was cut from, or this mesh."""
         return self._root.first
 
-    # ---------------------------------------------------------------- as a value
+    # ---------------------------------------------------------------- context and value
 
     def __enter__(self) -> Self:
-        """Make this the mesh that functions take which are given none."""
+        """Make this the default mesh of functions with a `device_mesh` argument."""
         _current.set((*_current.get(), self))
         return self
 
@@ -480,7 +522,7 @@ class DeviceMesh:
         return (self._root.ranks, self._layout, self._root.device_type, self._names)
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether both have the same ranks, shape, names and kind of device."""
+        """Return whether both have the same ranks, shape, names and device type."""
         return self is other or (isinstance(other, DeviceMesh) and self._value() == other._value())
 
     def __hash__(self) -> int:
@@ -492,7 +534,7 @@ class DeviceMesh:
         return f"DeviceMesh({shape}, {self.device_type!r}, stride={self._layout.stride})"
 
     def __str__(self) -> str:
-        """Draw the ranks in the grid, with the axes' names; this rank has a star."""
+        """Draw the ranks as a grid with the axes' names; this rank has a star."""
         return f"{self!r}\n" + draw(self._ranks, self._shape, self._axis_names(), self._root.rank)
 
     def __copy__(self) -> Self:
@@ -504,9 +546,9 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         root, first = self._root, self._root.first
-        whole = (root.device_type, root.ranks, first._shape, first._names)
+        root_value = (root.device_type, root.ranks, first._shape, first._names)
         digits = tuple(axis.digits for axis in self._layout.axes)
-        return restore_mesh, (*whole, digits, self._names)
+        return restore_mesh, (*root_value, digits, self._names)
 
 
 def restore_mesh(
@@ -517,9 +559,9 @@ def restore_mesh(
     digits: tuple[tuple[tuple[int, int], ...], ...],
     own_names: tuple[str, ...] | None,
 ) -> DeviceMesh:
-    """Unpickle a mesh: with the groups of this rank's oldest equal root, if there is one.
+    """Unpickle a mesh, with the groups of this rank's oldest equal root if there is one.
 
-    A function of the module, whose name restricted unpicklers can be told.
+    A function of the module, so that restricted unpicklers can allow it by name.
     """
     array = torch.tensor(ranks, dtype=torch.int, device="cpu").reshape(shape)
     default = current_world().default
@@ -539,28 +581,40 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: Mapping[int | str, BackendOverride] | None = None,
 ) -> DeviceMesh:
-    """Make a mesh of the ranks from 0, in row-major order; and the default group if there is none.
+    """Create a mesh of the ranks from 0, in row-major order; and the default group if needed.
 
     Args:
         device_type: "cpu" or "cuda", without an index.
-        mesh_shape: Size of each axis; as many ranks as the world has, or fewer.
+        mesh_shape: Size of each axis; their product is at most the number of ranks of the world.
         mesh_dim_names: A name for each axis.
         backend_override: By number or name of an axis: a backend's name, its options, or both.
 
+    Returns:
+        The mesh.
+
     Raises:
-        MeshError: The mesh is larger than the world; names are twice, or of another number.
-        Desync: Ranks gave different shapes.
+        MeshError: The mesh is larger than the world; invalid, repeated, or a wrong number of names;
+            an invalid device type or shape.
+        Desync: Ranks passed different shapes.
 
     Collective:
         All ranks of the world, in the mesh or not.
 
     Cost:
-        That of one group, however many axes.
+        That of one group, for any number of axes.
+
+    Example:
+        ```python
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        total = torch.ones(1)
+        dist.all_reduce(total, group=mesh.get_group("tp"))
+        assert total.item() == 2.0
+        ```
     """
     _check_device_type(device_type)
     shape = tuple(mesh_shape)
     if not all(isinstance(size, int) and size > 0 for size in shape):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise MeshError("the axes of a mesh have at least one rank each", seen=f"shape {shape}")
+        raise MeshError("each axis of a mesh must have at least one rank", seen=f"shape {shape}")
     names = _check_names(mesh_dim_names, len(shape))
     overrides = None
     if backend_override is not None:
@@ -570,10 +624,13 @@ def init_device_mesh(
 
 
 def memory() -> Held:
-    """Return what the groups of this rank's meshes hold in this process; ``print`` shows a table.
+    """Return the resources that the groups of this rank's meshes hold; ``print`` shows a table.
 
-    Groups of equal ranks have slots of their own each, which take memory when they are first used,
-    and share the process's symmetric heap and its watcher of peers.
+    Each group has slots, which take memory when they are first used. All groups share the
+    process's symmetric heap and its watcher of peers.
+
+    Returns:
+        The memory of each group and of the symmetric heap (see `dure.memory`).
 
     Cost:
         Some milliseconds.
@@ -586,9 +643,9 @@ def _as_array(mesh: object) -> torch.Tensor:
     try:
         array = torch.as_tensor(mesh, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise MeshError("a mesh is an array of ranks", seen=f"{mesh!r}: {error}") from None
+        raise MeshError("mesh must be an array of ranks", seen=f"{mesh!r}: {error}") from None
     if array.is_floating_point() or array.is_complex() or array.numel() == 0:
-        raise MeshError("a mesh is an array of ranks, at least one", seen=f"{mesh!r}")
+        raise MeshError("mesh must be an array with at least one rank", seen=f"{mesh!r}")
     return array
 
 
@@ -601,7 +658,7 @@ def _check_ranks(ranks: tuple[int, ...], world_size: int | None, shape: tuple[in
         )
     if len(set(ranks)) < len(ranks):
         twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
-        raise MeshError("a rank is in the mesh twice", seen=f"ranks {twice}")
+        raise MeshError("a rank occurs twice in the mesh", seen=f"ranks {twice}")
     beyond = [r for r in ranks if r < 0 or (world_size is not None and r >= world_size)]
     if beyond:
         raise MeshError("no such rank", seen=f"ranks {beyond} in a world of {world_size}")
@@ -611,18 +668,21 @@ def _check_names(names: Sequence[str] | None, ndim: int | None) -> tuple[str, ..
     if names is None:
         return None
     if isinstance(names, str) or not all(isinstance(n, str) and n for n in names):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise MeshError("mesh_dim_names is a tuple of names", seen=f"{names!r}")
+        raise MeshError("mesh_dim_names must be a tuple of names", seen=f"{names!r}")
     if len(set(names)) != len(names):
-        raise MeshError("each axis has a name of its own", seen=f"{tuple(names)}")
+        raise MeshError("names of axes must be distinct", seen=f"{tuple(names)}")
     if ndim is not None and len(names) != ndim:
-        raise MeshError("each axis has a name", seen=f"{tuple(names)} for {ndim} axes")
+        raise MeshError(
+            "mesh_dim_names must have one name for each axis",
+            seen=f"{tuple(names)} for {ndim} axes",
+        )
     return tuple(names)
 
 
 def _check_device_type(device_type: object) -> None:
     if not isinstance(device_type, str) or not device_type.isalpha():
         raise MeshError(
-            "the kind of device is a word such as 'cpu' or 'cuda', without an index",
+            "device_type must be a word such as 'cpu' or 'cuda', without an index",
             seen=f"{device_type!r}",
         )
 

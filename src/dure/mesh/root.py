@@ -1,10 +1,10 @@
-"""What all meshes that are cut from one have in common: their *root*, with the ranks and groups.
+"""The *root* of meshes: the ranks and groups that all meshes cut from one mesh share.
 
-A root has at most one group for the same axis. Its groups are its own, even where another root has
-groups of the same ranks: programs that use two meshes at once cannot get into each other's order of
-calls. So that a program that makes the same mesh again and again does not make groups without end,
-`_MOST_EQUAL` equal roots have groups of their own, and later ones use those of one of them, in
-turn. The first axis that is the whole world, in order, uses the default group, as in torch.
+A root has one group per axis. It does not share groups with other roots, even of the same ranks, so
+that programs which use two meshes at once cannot mix up the order of their calls. To limit the
+number of groups of a program that creates the same mesh repeatedly, only `_MOST_EQUAL` equal roots
+create groups; later ones use the groups of these in turn. The first axis that contains all ranks of
+the world, in order, uses the default group, as in torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["Root", "live_roots"]
 
 _MOST_EQUAL = 4
-"""Equal roots that have groups of their own."""
+"""The number of equal roots that create groups."""
 _live: weakref.WeakKeyDictionary[World, weakref.WeakSet[Root]] = weakref.WeakKeyDictionary()
 
 
 class Root:
-    """What all meshes that are cut from one have in common: the ranks and the groups."""
+    """The ranks and groups that all meshes cut from one mesh share."""
 
     def __init__(self, device_type: str, ranks: tuple[int, ...], rank: int) -> None:
         self.device_type = device_type
@@ -45,7 +45,7 @@ class Root:
         self.num_followers = 0
 
     def find_groups(self, axes: Sequence[Axis], kinds: list[Kind]) -> None:
-        """Make the groups along the axes, or use those of an equal root where there are many."""
+        """Create the groups along the axes, or use those of an equal root if there are many."""
         default, self.kinds = current_world().need_default(), kinds
         made = self._made(default)
         equal = [root for root in made if root.first == self.first and root.kinds == kinds]
@@ -63,7 +63,7 @@ class Root:
 
     @staticmethod
     def _made(default: ProcessGroup) -> list[Root]:
-        """Return those whose groups all ranks have made together, oldest first."""
+        """Return the roots for which all ranks have created groups, oldest first."""
         return default.belongings.setdefault(Root, [])
 
     def rank_lists(self, layout: Layout) -> list[list[int]]:
@@ -72,7 +72,7 @@ class Root:
         return [[self.ranks[position] for position in copy] for copy in copies]
 
     def open_groups(self, axes: Sequence[Axis], kinds: Sequence[Kind]) -> None:
-        """Make the groups along these axes, those of all ranks, in one exchange."""
+        """Create the groups along these axes, for all ranks, in one exchange."""
         default = current_world().need_default()
         taken = any(default in root.groups.values() for root in self._made(default))
         lists: list[list[int]] = []
@@ -80,8 +80,8 @@ class Root:
         for axis, kind in zip(axes, kinds, strict=True):
             ranks = self.rank_lists(Layout((axis,)))
             plain = kind.backend is None and kind.pg_options is None
-            whole = plain and ranks == [list(default.global_ranks)] and self._fits(default)
-            if whole and not taken:
+            is_world = plain and ranks == [list(default.global_ranks)] and self._fits(default)
+            if is_world and not taken:
                 self.groups[axis] = default
                 continue
             lists += ranks
@@ -92,11 +92,11 @@ class Root:
         self.groups |= zip(left, mine or [None] * len(left), strict=True)
 
     def _fits(self, group: ProcessGroup) -> bool:
-        """Tell whether a group can reach tensors of the mesh's device."""
+        """Return whether a group supports tensors on the mesh's device."""
         return self.device_type in group.device_types
 
     def register(self) -> None:
-        """Let `live_roots` know of it, as long as it is used."""
+        """Add the root to `live_roots`, for as long as it is used."""
         _live.setdefault(current_world(), weakref.WeakSet()).add(self)
 
 

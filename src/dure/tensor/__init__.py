@@ -1,8 +1,8 @@
 """Distributed tensors: one tensor of which each rank of a mesh holds a part.
 
-The names, arguments and meaning are those of `torch.distributed.tensor`; besides, `explain` prints
-what a function communicates and why, and within `strict()` an operator that no rule knows raises
-where it would gather.
+The names, arguments and meaning are those of `torch.distributed.tensor`. In addition, `explain`
+prints the communication of a function with its reasons, and within `strict()` an operator without
+a sharding rule raises instead of gathering its operands.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DTensors in autograd: `from_local`, `to_local` and `redistribute` with their gradients.
 
-Operators need nothing of this: autograd runs their formulas on DTensors. Here it goes from parts to
-DTensors and back, and through redistributions. The checks of arguments are in dtensor.py.
+Operators do not use this module: autograd runs their formulas on DTensors. It covers the steps
+between parts and DTensors, and redistributions. Arguments are checked in dtensor.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dure.comm.untraced import untraced_below
 from dure.errors import PlacementError, UsageWarning
 from dure.tensor.dispatch import check_copy
 from dure.tensor.placement_types import Partial, Placement, Replicate
-from dure.tensor.redistribute import Move, redistribute, way_of
+from dure.tensor.redistribute import Move, execution_plan_of, redistribute
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 from dure.tensor.strides import laid
 from dure.tensor.terms import averaged_over, gradient_of_term, needs_terms, selected_by
@@ -42,13 +42,13 @@ __all__ = [
 def from_part(
     local: torch.Tensor, spec: DTensorSpec, grads: tuple[Placement | None, ...] | None = None
 ) -> DTensor:
-    """Wrap a part for autograd, as `DTensor.from_local` does, whose checks were made.
+    """Wrap a part for autograd: `DTensor.from_local` after its checks.
 
     Args:
         local: The part.
         spec: Of the tensor.
-        grads: What the gradient is redistributed to; None stands for Replicate, unless the gradient
-            is Partial: then it stays so.
+        grads: The placements that the gradient is redistributed to. None along an axis: Replicate,
+            or Partial if the gradient is Partial.
     """
     if not (local.requires_grad and torch.is_grad_enabled()):
         refuse_in_jit_trace("DTensor.from_local")
@@ -65,7 +65,7 @@ def to_target(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
-    """Move for autograd, as `DTensor.redistribute` does, whose checks were made."""
+    """Redistribute for autograd: `DTensor.redistribute` after its checks."""
     check_copy("redistribute", tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return _redistributed(tensor, target, async_op, forward_dtype)
@@ -76,7 +76,7 @@ def to_target(
 def part_of(
     tensor: DTensor,
     grads: tuple[Placement, ...] | None = None,
-    unsaid: tuple[str, DTensorSpec] | None = None,
+    assumed_by: tuple[str, DTensorSpec] | None = None,
 ) -> torch.Tensor:
     """Return a rank's part to autograd.
 
@@ -84,41 +84,41 @@ def part_of(
         tensor: The tensor.
         grads: The placements of the part's gradient; None: those of the tensor, with Replicate in
             place of Partial.
-        unsaid: The method that the program called without `grad_placements`, and the spec of the
-            tensor that it was called on: for a warning if the gradient is ambiguous.
+        assumed_by: The method that the program called without `grad_placements`, and the spec of
+            the tensor that it was called on: for a warning if the gradient is ambiguous.
     """
     refuse_in_jit_trace("a DTensor")
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return wait_tensor(tensor.part)
-    told = None
-    if unsaid is not None and (tensor.ndim or tensor.is_leaf) and _open_axes(tensor.spec):
-        told = (*unsaid, call_site())
-    return _ToLocal.apply(tensor, grads, told)  # pyright: ignore
+    assumption = None
+    if assumed_by is not None and (tensor.ndim or tensor.is_leaf) and _ambiguous_axes(tensor.spec):
+        assumption = (*assumed_by, call_site())
+    return _ToLocal.apply(tensor, grads, assumption)  # pyright: ignore
 
 
-def _open_axes(spec: DTensorSpec) -> list[int]:
-    """Return the axes along which a part's gradient may be whole or terms."""
+def _ambiguous_axes(spec: DTensorSpec) -> list[int]:
+    """Return the axes along which a part's gradient may be Replicate or Partial."""
     placed = enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
     return [axis for axis, (n, placement) in placed if n > 1 and not placement.is_shard()]
 
 
-_told: set[str] = set()
-"""Lines of the program that were warned about what `to_local` or `full_tensor` assumes."""
+_warned_lines: set[str] = set()
+"""Lines of the program for which the assumption of `to_local` or `full_tensor` was reported."""
 
 
 def _warn_of_assumption(op: str, spec: DTensorSpec, site: str, axes: Sequence[int]) -> None:
-    """Warn, once for each line, that a gradient may be terms and is taken as the same on all."""
-    if site in _told:
+    """Warn, once for each line, that a gradient was assumed to be the same on all ranks."""
+    if site in _warned_lines:
         return
-    _told.add(site)
+    _warned_lines.add(site)
     names = spec.mesh.mesh_dim_names
     along = " and ".join(names[axis] if names else f"axis {axis}" for axis in axes)
     file, _, line = site.rpartition(":")
     warnings.warn_explicit(
-        f"{op}() of {spec}: its gradient was taken to be the same on all ranks of {along}. "
-        "If ranks use the result for different things, each has a term of the gradient, and the "
-        "sum is lost: pass grad_placements, with Partial() for these axes; with Replicate() "
-        "if it is the same. (Shown once for this line.)",
+        f"{op}() of {spec}: its gradient was assumed to be the same on all ranks of {along}. "
+        "If ranks use the result differently, each rank's gradient is only a part of a sum, and "
+        "that sum is not computed: pass grad_placements with Partial() for these axes, or with "
+        "Replicate() if the gradient is the same. (Shown once for this line.)",
         UsageWarning,
         file,
         int(line),
@@ -126,7 +126,7 @@ def _warn_of_assumption(op: str, spec: DTensorSpec, site: str, axes: Sequence[in
 
 
 def moved_gradient(grad: DTensor, placements: Sequence[Placement], name: str = "") -> DTensor:
-    """Return a gradient with other placements; it has a history in a backward that keeps one."""
+    """Return a gradient with other placements; differentiable if backward creates a graph."""
     spec = grad.spec
     target = spec.with_placements(placements)
     if target is spec and grad.copied_at is None:
@@ -137,9 +137,9 @@ def moved_gradient(grad: DTensor, placements: Sequence[Placement], name: str = "
 
 
 def divided_gradient(grad: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a gradient as a DTensor, also where torch's formulas made a plain one.
+    """Return a gradient as a DTensor, also if a formula of torch made a plain one.
 
-    Some, such as that of `sgn`, make zeros of the full shape from nothing: every rank has them.
+    Some formulas, such as that of `sgn`, create zeros of the full shape: every rank has them.
 
     Args:
         grad: The gradient, a DTensor or the full one.
@@ -150,7 +150,7 @@ def divided_gradient(grad: torch.Tensor, spec: DTensorSpec) -> DTensor:
     if grad._is_zerotensor():  # it has no memory
         grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
     full = spec_of(spec.mesh, spec.replicated().placements, TensorMeta.of(grad))
-    return moved_gradient(wrap(grad, full), spec.without_terms().placements)
+    return moved_gradient(wrap(grad, full), spec.without_partial().placements)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -164,7 +164,7 @@ class _FromLocal(torch.autograd.Function):
         grads: tuple[Placement | None, ...] | None,
     ) -> DTensor:
         ctx.spec = spec
-        ctx.grads = spec.without_terms().placements if grads is None else grads
+        ctx.grads = spec.without_partial().placements if grads is None else grads
         if spec.partial and needs_terms(spec):
             ctx.save_for_backward(wait_tensor(local))
         if capturing((local,)):  # a graph of the forward alone has other gradients than DTensors
@@ -179,11 +179,11 @@ class _FromLocal(torch.autograd.Function):
             return None, None, None
         grad = divided_gradient(grad_outputs[0], spec)
         placements: list[Placement] = [
-            wanted or (lies if lies.is_partial() else Replicate())
-            for wanted, lies in zip(ctx.grads, grad.spec.placements, strict=True)
+            wanted or (current if current.is_partial() else Replicate())
+            for wanted, current in zip(ctx.grads, grad.spec.placements, strict=True)
         ]
-        # A rank uses its copy of a Partial tensor's gradient for its own term alone: what comes
-        # back for the copies, in a second backward, are terms.
+        # A rank uses its copy of a Partial tensor's gradient for its own term alone, so in a second
+        # backward the gradients of these copies are terms of a sum.
         back = _of_second_backward(spec.placements, placements, Partial())
         part = part_of(moved_gradient(grad, placements), back)
         term = ctx.saved_tensors[0] if ctx.saved_tensors else None
@@ -191,26 +191,26 @@ class _FromLocal(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """Unwraps a part; its gradient becomes the DTensor's."""
+    """Unwraps a part; the part's gradient becomes the gradient of the DTensor."""
 
     @staticmethod
     def forward(
         ctx: Any,
         tensor: DTensor,
         grads: tuple[Placement, ...] | None,
-        told: tuple[str, DTensorSpec, str] | None,
+        assumption: tuple[str, DTensorSpec, str] | None,
     ) -> torch.Tensor:
-        ctx.spec, ctx.grads, ctx.told = tensor.spec, grads, told
+        ctx.spec, ctx.grads, ctx.assumption = tensor.spec, grads, assumption
         local = wait_tensor(tensor.part)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (grad,), source = grad_outputs, ctx.spec
-        if ctx.told is not None:
-            op, before, site = ctx.told
-            _warn_of_assumption(op, before, site, _open_axes(source))
-        reduced = source.without_terms()
+        if ctx.assumption is not None:
+            op, before, site = ctx.assumption
+            _warn_of_assumption(op, before, site, _ambiguous_axes(source))
+        reduced = source.without_partial()
         spec = (reduced if ctx.grads is None else source.with_placements(ctx.grads)).compact()
         if grad._is_zerotensor():
             grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
@@ -221,7 +221,7 @@ class _ToLocal(torch.autograd.Function):
             grad = _gradient_of_value(grad, source, spec)
         if not (grad.requires_grad and torch.is_grad_enabled()):
             return wrap(grad, spec), None, None
-        # A term's gradient was wrapped as the value's: what comes back for it may stay a term.
+        # The gradient of a term was wrapped as that of the value; its own gradient may be Partial.
         back = _of_second_backward(source.placements, spec.placements, None)
         return from_part(grad, spec, back), None, None
 
@@ -229,12 +229,12 @@ class _ToLocal(torch.autograd.Function):
 def _of_second_backward(
     forward: Sequence[Placement], backward: Sequence[Placement], of_terms: Any
 ) -> tuple[Any, ...]:
-    """Return the placements of what comes back for a gradient, in a second backward.
+    """Return the placements of the gradient of a gradient, in a second backward.
 
     Args:
-        forward: The tensor's placements.
-        backward: Its gradient's.
-        of_terms: Stands for an axis that has terms of the tensor, and copies of the gradient.
+        forward: The placements of the tensor.
+        backward: The placements of its gradient.
+        of_terms: Used along axes where the tensor is Partial and its gradient Replicate.
     """
     return tuple(
         Replicate() if there.is_partial()
@@ -245,7 +245,7 @@ def _of_second_backward(
 
 
 def _gradient_of_value(grad: torch.Tensor, source: DTensorSpec, spec: DTensorSpec) -> torch.Tensor:
-    """Return the gradient of a value, given that of this rank's term of it.
+    """Return the gradient of a value from the gradient of this rank's term of it.
 
     Raises:
         PlacementError: The value is a maximum, minimum or product.
@@ -266,7 +266,7 @@ def _gradient_of_value(grad: torch.Tensor, source: DTensorSpec, spec: DTensorSpe
 def _redistributed(
     tensor: DTensor, target: DTensorSpec, async_op: bool, dtype: torch.dtype | None
 ) -> DTensor:
-    """Return a tensor with other placements, cast before it is moved; outside of autograd."""
+    """Return a tensor with other placements, cast before it is sent; without autograd."""
     spec, local = tensor.spec, tensor.part
     if dtype is not None and dtype != local.dtype:
         local = local.to(dtype)
@@ -274,8 +274,10 @@ def _redistributed(
     moved = redistribute(local, spec, target, async_op)
     if moved is local:
         return wrap(local if async_op else local.view_as(local), target)
-    if way_of(spec, target).steps[-1].move is Move.SLICE and have_one_memory(moved, local):
-        moved = moved.clone()  # a slice shares memory with the whole, which may be written
+    if execution_plan_of(spec, target).steps[-1].move is Move.SLICE and have_one_memory(
+        moved, local
+    ):
+        moved = moved.clone()  # a slice shares memory with the full tensor, which may be written
     return wrap(moved, target.compact())
 
 
@@ -285,7 +287,7 @@ def have_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Redistribute(torch.autograd.Function):
-    """Moves; the gradient moves back, but not to terms: theirs is whole on each rank."""
+    """Redistributes; the gradient is redistributed back, except to Partial: it stays replicated."""
 
     @staticmethod
     def forward(
@@ -296,7 +298,7 @@ class _Redistribute(torch.autograd.Function):
         forward_dtype: torch.dtype | None,
         backward_dtype: torch.dtype | None,
     ) -> DTensor:
-        ctx.placements, ctx.target = tensor.spec.without_terms().placements, target
+        ctx.placements, ctx.target = tensor.spec.without_partial().placements, target
         ctx.dtypes = tensor.spec.meta.dtype, backward_dtype
         return _redistributed(tensor, target, async_op, forward_dtype)
 

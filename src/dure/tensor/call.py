@@ -1,4 +1,4 @@
-"""An operator's call, as the rules see it: what it is given, without values and without ranks.
+"""An operator's call as the rules see it: its arguments, without values and without ranks.
 
 A call's *operands* are its DTensors in the order in which they appear among the arguments, those in
 lists included. Rules name placements for operands and for results by these numbers.
@@ -22,18 +22,18 @@ __all__ = [
     "LINEAR",
     "SUM",
     "TERMS",
+    "AxisStrategy",
     "Op",
     "OpCall",
     "Place",
     "R",
-    "Strategy",
-    "alike",
     "argument_at",
     "check_out",
     "direct",
     "fill",
     "linear_in",
     "outs_of",
+    "same_placement",
     "schema_of",
     "with_one",
 ]
@@ -41,19 +41,19 @@ __all__ = [
 Op = torch._ops.OpOverload  # pyright: ignore[reportPrivateUsage]
 aten = torch.ops.aten
 Place = tuple[int | str, int | None]
-"""Where an operand stands: number or name of its argument, and its number in that list, or None."""
+"""Position of an operand: number or name of its argument, and its index if that is a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What an operator's schema says of it.
+    """The schema of an operator.
 
     Attributes:
-        names: Of its arguments.
-        defaults: Of those that have one.
-        mutated: Names of arguments that it writes.
+        names: Names of the arguments.
+        defaults: Default values, by name.
+        mutated: Names of the arguments that it writes.
         is_view: Whether a result shares memory with an argument that is not written.
-        returned: For each result the name of the argument that it is, None for a new one.
+        returned: For each result the name of the argument that is returned; None for a new tensor.
         kinds: Type of each result, such as "Tensor" or "List[Tensor]".
     """
 
@@ -67,7 +67,7 @@ class Schema:
 
 @cache
 def schema_of(op: Op) -> Schema:
-    """Return what an operator's schema says of it."""
+    """Return the schema of an operator."""
     schema = op._schema  # pyright: ignore[reportPrivateUsage]
     alias = {a.name: a.alias_info for a in schema.arguments}
     by_set = {
@@ -112,7 +112,7 @@ DIRECT: dict[Op, Callable[..., Any]] = {
     aten.unsqueeze.default: torch.unsqueeze,
     aten.view.default: torch.Tensor.view,
 }
-"""Functions of torch that call just this operator, half a microsecond sooner."""
+"""Functions of torch that call the same operator half a microsecond faster."""
 
 
 def direct(op: Op) -> Callable[..., Any]:
@@ -126,11 +126,11 @@ class OpCall:
 
     Attributes:
         op: The operator.
-        args, kwargs: As given, each DTensor replaced by its spec.
-        operands: The specs, in order; once it is chosen what moves, those after it.
-        places: Where each operand stands.
+        args, kwargs: The arguments, each DTensor replaced by its spec.
+        operands: The specs of the operands; once a strategy was chosen, the specs it requires.
+        places: The position of each operand.
         outputs: Shape, strides and dtype of each result that is a tensor, None for others.
-        results: The spec of each, once it is chosen what moves.
+        results: The spec of each result, once a strategy was chosen.
     """
 
     op: Op
@@ -143,10 +143,7 @@ class OpCall:
     _bound: dict[str, Any] = field(default_factory=dict)
 
     def arg(self, name: str) -> Any:
-        """Return an argument by its name in the schema, its default where it is not given.
-
-        Any: what the operator takes.
-        """
+        """Return an argument by its name in the schema, or its default if it was not passed."""
         if not self._bound:
             schema = schema_of(self.op)
             self._bound = {
@@ -157,11 +154,11 @@ class OpCall:
         return self._bound[name]
 
     def has(self, name: str) -> bool:
-        """Tell whether the operator has an argument of this name."""
+        """Return whether the operator has an argument of this name."""
         return name in schema_of(self.op).names
 
     def operand(self, name: str) -> int | None:
-        """Return the number of the operand that is the argument `name`; None where it is none."""
+        """Return the number of the operand that is the argument `name`; None if it is not one."""
         names = schema_of(self.op).names
         for number, (where, inside) in enumerate(self.places):
             if inside is None and name == (names[where] if isinstance(where, int) else where):
@@ -181,23 +178,23 @@ class OpCall:
 
     @property
     def output(self) -> TensorMeta:
-        """Shape, strides and dtype of the first result, of an operator that gives a tensor."""
+        """Shape, strides and dtype of the first result, which must be a tensor."""
         first = self.outputs[0]
         assert first is not None
         return first
 
     @property
     def result(self) -> DTensorSpec:
-        """The spec of the first result, of an operator that gives a tensor."""
+        """The spec of the first result, which must be a tensor."""
         first = self.results[0]
         assert first is not None
         return first
 
 
 def outs_of(call: OpCall) -> list[int]:
-    """Return the numbers of the operands that are given as ``out=``, by whatever name.
+    """Return the numbers of the operands passed as ``out=``, under any name.
 
-    Those in a list are left out: torch does not give these the shape of the result either.
+    Operands in lists are left out: torch does not resize these to the shape of the result either.
     """
     mutated = schema_of(call.op).mutated
     return [
@@ -206,7 +203,7 @@ def outs_of(call: OpCall) -> list[int]:
 
 
 def check_out(call: OpCall, number: int, made: torch.Size) -> None:
-    """Refuse an ``out=`` of another shape than the result's: a DTensor is not resized.
+    """Raise if an ``out=`` does not have the shape of the result: a DTensor is not resized.
 
     Raises:
         ShapeError: It has another shape.
@@ -217,7 +214,7 @@ def check_out(call: OpCall, number: int, made: torch.Size) -> None:
             "out= has another shape than the result, and a DTensor is not resized",
             op=call.name,
             seen=f"{spec}, expected the shape {list(made)}",
-            fix="Leave out= away, or make it of the result's shape.",
+            fix="Omit out=, or pass one of the result's shape.",
         )
 
 
@@ -247,8 +244,8 @@ def argument_at(sources: tuple[Any, Any], place: Place) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Strategy:
-    """What is legal on one mesh axis.
+class AxisStrategy:
+    """Placements of operands and results that are valid together on one mesh axis.
 
     Attributes:
         inputs: A placement for each operand.
@@ -264,16 +261,17 @@ LINEAR = (SUM, Partial("avg"))
 TERMS = tuple(map(Partial, REDUCTIONS))
 
 
-def alike(call: OpCall, placements: Iterable[Placement]) -> list[Strategy]:
-    """Return strategies in which all operands and all results lie alike."""
-    return [Strategy((p,) * len(call.operands), (p,) * len(call.outputs)) for p in placements]
+def same_placement(call: OpCall, placements: Iterable[Placement]) -> list[AxisStrategy]:
+    """Return strategies in which all operands and all results have the same placement."""
+    return [AxisStrategy((p,) * len(call.operands), (p,) * len(call.outputs)) for p in placements]
 
 
 def linear_in(call: OpCall) -> tuple[Partial, ...]:
-    """Return the terms that pass through what is linear: sums, and averages if they are exact.
+    """Return the Partial placements that a linear operator preserves.
 
-    Averages of integers are truncated. So averages pass if the results are floating point or
-    complex, and so are the operands that have terms of an average; others may be integers.
+    Sums always; averages if they are exact. Averages of integers are truncated, so averages are
+    included if the results are floating point or complex, and so are the operands that are
+    Partial("avg"); other operands may be integers.
     """
     dtypes = [meta.dtype for meta in call.outputs if meta is not None]
     for spec in call.operands:
@@ -284,17 +282,17 @@ def linear_in(call: OpCall) -> tuple[Partial, ...]:
 
 def with_one(
     call: OpCall, placements: Iterable[Placement] | None = None, number: int = 0
-) -> list[Strategy]:
-    """Return strategies in which the results lie as one operand does, and the others are whole.
+) -> list[AxisStrategy]:
+    """Return strategies in which the results have an operand's placement; others are replicated.
 
     Args:
         call: The call.
-        placements: Of the operand; those of `linear_in` if None.
-        number: Of the operand.
+        placements: The placements of the operand; those of `linear_in` if None.
+        number: The number of the operand.
     """
     others = range(len(call.operands))
     placements = linear_in(call) if placements is None else placements
     return [
-        Strategy(tuple(p if i == number else R for i in others), (p,) * len(call.outputs))
+        AxisStrategy(tuple(p if i == number else R for i in others), (p,) * len(call.outputs))
         for p in placements
     ]

@@ -1,4 +1,4 @@
-"""What ranks compare of the parts that they say to have."""
+"""The comparison of all ranks' parts that `DTensor.from_local(run_check=True)` makes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["check_parts"]
 
 
 def check_parts(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Raise unless all ranks' parts make one tensor; return the part, replicated ones copied.
+    """Raise unless all ranks' parts make one tensor; return the part, replicated parts broadcast.
 
     Raises:
-        Desync: A rank has another shape, dtype, placements, or a part that does not fit.
+        Desync: Ranks have different shapes, dtypes or placements, or a part that does not fit.
 
     Collective:
         All ranks of the mesh.
@@ -28,10 +28,10 @@ def check_parts(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     fits = part.shape == spec.local_shape
     for axis in range(spec.mesh.ndim):
         group = spec.mesh.get_group(axis)
-        said: list[tuple[str, str, bool] | None] = [None] * group.size()
-        all_gather_object(said, (mine, str(spec), fits), group)
-        found = [one for one in said if one is not None]
-        if len({(whole, fit) for _, whole, fit in found}) > 1 or not fits:
+        gathered: list[tuple[str, str, bool] | None] = [None] * group.size()
+        all_gather_object(gathered, (mine, str(spec), fits), group)
+        found = [one for one in gathered if one is not None]
+        if len({(tensor, fit) for _, tensor, fit in found}) > 1 or not fits:
             ranks = dict(zip(group.global_ranks, (text for text, _, _ in found), strict=True))
             raise Desync(
                 "the ranks' parts do not make one tensor",
@@ -40,7 +40,7 @@ def check_parts(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
                 rank=spec.mesh.get_rank(),
                 calls=ranks,
                 seen="; ".join(f"rank {rank} has {text}" for rank, text in ranks.items()),
-                fix="Pass shape= and stride= of the whole where parts are uneven.",
+                fix="Pass shape= and stride= of the full tensor if parts are uneven.",
             )
     if any(isinstance(p, Replicate) for p in spec.placements):
         part = part.detach().clone().requires_grad_(part.requires_grad)

@@ -1,16 +1,16 @@
-"""Clipping by the norm of all gradients, on whatever meshes and ranks they are.
+"""Clipping by the norm of all gradients, on any meshes and ranks.
 
 The norm of a vector that is divided into parts follows from the norms of its parts:
 
     norm = (sum over parts of part_norm ** p) ** (1 / p),      for p = inf the largest part_norm.
 
-So each element must be in exactly one part, and it must be known which ranks have the same
-gradient. That is known for
+So each element must be counted in exactly one part, which requires knowing which ranks have the
+same gradient. That is known for
 
 * DTensors, from their placements. The ranks of a mesh know the norm of the full tensor after one
   exchange along the axes that shard it.
-* Parameters of pipeline stages (`note_stage`): stages have different ones, except for those that
-  are tied. A tied parameter is counted by the first rank that has it.
+* Parameters of pipeline stages (`register_stage`): stages have different parameters, except for
+  tied ones. A tied parameter is counted by the first rank that has it.
 * Other plain tensors: every rank has all of them, as DDP leaves them.
 
 If ranks have different plain gradients, only the caller knows: `process_group` names these ranks.
@@ -36,10 +36,10 @@ from dure.tensor.rules.foreach import Norms, combine, norm_of_norms, norms_by_me
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Stage", "clip_grad_norm_", "note_stage"]
+__all__ = ["ModelStage", "clip_grad_norm_", "register_stage"]
 
 
-class Stage(Protocol):
+class ModelStage(Protocol):
     """A part of a model whose other parts are on other ranks, as `PipelineStage`."""
 
     submod: nn.Module
@@ -50,12 +50,12 @@ class Stage(Protocol):
         ...
 
 
-_stages: weakref.WeakSet[Stage] = weakref.WeakSet()
+_stages: weakref.WeakSet[ModelStage] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-def note_stage(stage: Stage) -> None:
-    """Let `clip_grad_norm_` know that ranks of a group have different parameters.
+def register_stage(stage: ModelStage) -> None:
+    """Register a stage for `clip_grad_norm_`: ranks of its group have different parameters.
 
     Threads: any; stages of all thread-ranks are in one set, and found by their parameters.
     """
@@ -75,10 +75,10 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that the norm of all of them together is at most `max_norm`.
 
-    The arguments are those of `torch.nn.utils.clip_grad_norm_`. It is right for DDP, `fully_shard`,
-    tensor parallelism, `ZeroRedundancyOptimizer` and any mixture of them without `process_group`,
-    and for the stages of a pipeline, whose group is known. A gradient that is given twice, as that
-    of a parameter which two modules share, is counted and scaled once.
+    The arguments are those of `torch.nn.utils.clip_grad_norm_`. No `process_group` is needed for
+    DDP, `fully_shard`, tensor parallelism, `ZeroRedundancyOptimizer`, any combination of them, and
+    the stages of a pipeline. A gradient that is passed twice, as that of a parameter which two
+    modules share, is counted and scaled once.
 
     Args:
         parameters: Parameters of any meshes, and plain ones. Gradients of plain ones must be the
@@ -87,9 +87,9 @@ def clip_grad_norm_(
         norm_type: The p of the norm, above 0; may be inf.
         error_if_nonfinite: Raise, on all ranks, if the norm is inf or NaN.
         foreach: Accepted as torch's and ignored: lists of gradients are scaled at once.
-        process_group: Ranks each of which gives different plain gradients, such as those that each
-            rank owns alone, or a pipeline's stages: ``mesh.get_group("pp")``. Required on a rank
-            that has no parameters of the stages.
+        process_group: Ranks that have different plain gradients, for instance parameters that each
+            rank owns alone, or the stages of a pipeline: ``mesh.get_group("pp")``. Required on a
+            rank of a pipeline that has no parameters.
 
     Returns:
         The norm before clipping [], a plain tensor; float64 if a gradient is, else float32.
@@ -109,6 +109,17 @@ def clip_grad_norm_(
     Numerics:
         Norms do not overflow or vanish as their powers would. Norms of parts are combined in
         float64 in the order of ranks, and the result is bitwise equal on all of them.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, clip_grad_norm_, distribute_tensor, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        weight = distribute_tensor(torch.nn.Parameter(torch.ones(4)), mesh, [Shard(0)])
+        weight.grad = distribute_tensor(torch.full((4,), 3.0), mesh, [Shard(0)])
+        norm = clip_grad_norm_([weight], max_norm=1.0)
+        assert norm.item() == 6.0 and weight.grad.full_tensor().norm() <= 1.0
+        ```
     """
     del foreach
     p = float(norm_type)
@@ -158,7 +169,7 @@ def _scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 # ---- which ranks have a gradient -----------------------------------------------------------------
 
 
-def _stages_of(parameters: Sequence[torch.Tensor]) -> list[Stage]:
+def _stages_of(parameters: Sequence[torch.Tensor]) -> list[ModelStage]:
     """Return the pipeline stages to which some of these parameters belong."""
     with _lock:
         stages = [stage for stage in _stages if stage.group.size() > 1]
@@ -168,7 +179,7 @@ def _stages_of(parameters: Sequence[torch.Tensor]) -> list[Stage]:
     return [s for s in stages if any(id(q) in given for q in s.submod.parameters())]
 
 
-def _group_of(stages: Sequence[Stage]) -> ProcessGroup | None:
+def _group_of(stages: Sequence[ModelStage]) -> ProcessGroup | None:
     """Return the ranks of the pipeline that has these stages; None without one."""
     groups = {stage.group.global_ranks: stage.group for stage in stages}
     if len(groups) > 1:
@@ -181,7 +192,7 @@ def _group_of(stages: Sequence[Stage]) -> ProcessGroup | None:
     return next(iter(groups.values()), None)
 
 
-def _counted_elsewhere(stages: Sequence[Stage], group: ProcessGroup | None) -> set[int]:
+def _counted_elsewhere(stages: Sequence[ModelStage], group: ProcessGroup | None) -> set[int]:
     """Return the ids of tied parameters that an earlier stage counts, on another rank."""
     if group is None:
         return set()

@@ -1,20 +1,20 @@
-"""Context parallelism: the sequence divided over the ranks of an axis, attention around a ring.
+"""Context parallelism: ring attention over a sequence that is divided over the ranks of an axis.
 
-*Order of the sequence.* Under a causal mask later positions attend to more than earlier ones. So a
-rank has two parts: of 2n equal chunks, rank r has chunk r and chunk 2n - 1 - r. What it attends to
-of rank j's chunks is then half of all pairs, whatever r and j are:
+*Order of the sequence.* Under a causal mask later positions attend to more keys than earlier ones.
+To balance the load, each rank has two parts: of 2n equal chunks, rank r has chunk r and chunk
+2n - 1 - r. Then half of the pairs of rank r's queries and rank j's keys are computed, for all r, j:
 
-    j == r    causal, as if the two chunks were all there is
-    j <  r    both own chunks attend to the first of j's, none to the second
-    j >  r    the second own chunk attends to both of j's, the first to none
+    j == r    a causal mask, as if the two chunks were the complete sequence
+    j <  r    both chunks of r attend to the first chunk of j, none to the second
+    j >  r    the second chunk of r attends to both chunks of j, the first to none
 
-*Ring.* Keys and values go from rank to rank, n - 1 times; while a rank computes on one block, the
-next is on its way. The outputs of blocks are joined by the logarithms of their sums (*lse*), so the
-result is that of whole attention. In backward the blocks go around once more, and the gradients of
-keys and values travel with them to their owner.
+*Ring.* Keys and values are sent from rank to rank, n - 1 times; while a rank computes on one block,
+it receives the next. The outputs of blocks are combined by the logarithms of their sums of
+exponentials (*lse*), so the result equals attention over the full sequence. In backward the blocks
+go around once more, and the gradients of keys and values travel with them to their owner.
 
 Cost: a rank sends its keys and values n - 1 times forward; backward as often, and their gradients n
-times. Memory: two blocks besides its own.
+times. Memory: two more blocks.
 
 Source: ring attention, https://arxiv.org/abs/2310.01889; its load balance,
 https://arxiv.org/abs/2311.09431.
@@ -50,19 +50,22 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def positions_of(length: int, n: int, rank: int) -> torch.Tensor:
-    """Return which positions of a sequence a rank has: int64 [length / n].
+    """Return the positions of a sequence that a rank has: int64 [length / n].
 
     Args:
-        length: Of the sequence; a multiple of 2n.
-        n: Ranks.
-        rank: Which of them.
+        length: Length of the sequence; a multiple of 2n.
+        n: Number of ranks.
+        rank: The rank along the axis.
+
+    Raises:
+        ShapeError: `length` is not a multiple of 2n.
     """
     if length % (2 * n):
         raise ShapeError(
-            "the sequence does not divide into two chunks for each rank",
+            "the length of the sequence is not a multiple of twice the number of ranks",
             op="context_parallel",
             seen=f"length {length}, {n} ranks",
-            fix=f"Pad it to a multiple of {2 * n}; context_parallel_batch does, and masks.",
+            fix=f"Pad it to a multiple of {2 * n}; context_parallel_batch does that, and masks.",
         )
     chunks = torch.arange(length, device="cpu").chunk(2 * n)
     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])
@@ -71,10 +74,10 @@ def positions_of(length: int, n: int, rank: int) -> torch.Tensor:
 def _group_of(mesh: DeviceMesh) -> ProcessGroup:
     if mesh.ndim != 1:
         raise MeshError(
-            "context parallelism takes one axis of a mesh",
+            "context parallelism needs a mesh of one axis",
             op="context_parallel",
             seen=f"{mesh!r}",
-            fix='Pass mesh["cp"], or however the axis is called.',
+            fix='Pass one axis, such as mesh["cp"].',
         )
     return mesh.get_group()
 
@@ -83,11 +86,12 @@ def _group_of(mesh: DeviceMesh) -> ProcessGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Which queries attend to which keys of the rank whose block is here.
+class _AttentionBlock:
+    """The queries of this rank and the keys of a block that attend to each other.
 
     Attributes:
-        queries, keys: Slices of the sequence.
+        queries: Slice of this rank's positions.
+        keys: Slice of the block's positions.
         causal: Whether a query attends to no later key.
     """
 
@@ -96,31 +100,31 @@ class _Block:
     causal: bool
 
 
-def _block_of(rank: int, owner: int, length: int, causal: bool) -> _Block:
-    whole, half = slice(0, length), length // 2
+def _block_of(rank: int, owner: int, length: int, causal: bool) -> _AttentionBlock:
+    both, half = slice(0, length), length // 2
     if not causal or owner == rank:
-        return _Block(whole, whole, causal)
+        return _AttentionBlock(both, both, causal)
     if owner < rank:
-        return _Block(whole, slice(0, half), False)
-    return _Block(slice(half, length), whole, False)
+        return _AttentionBlock(both, slice(0, half), False)
+    return _AttentionBlock(slice(half, length), both, False)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return what sums are kept in: at least float32."""
+    """Return the dtype of sums: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 Numbers = tuple[torch.Tensor, torch.Tensor] | None
-"""Numbers of the queries' and of the keys' documents, [B, S] each; a key below 0 is padding."""
+"""Document numbers of queries and of keys, [B, S] each; keys with a number below 0 are padding."""
 
 
 def _uses_kernel(q: torch.Tensor) -> bool:
-    """Tell whether torch's kernel, which tells the lse, can be used."""
+    """Return whether torch has a kernel that returns the lse."""
     return q.device.type == "cpu"
 
 
 def _bias(q: torch.Tensor, k: torch.Tensor, causal: bool, numbers: Numbers) -> torch.Tensor | None:
-    """Return 0 where a query may attend to a key, else -inf; None where the kernel needs none."""
+    """Return 0 where a query may attend to a key, else -inf; None if the kernel needs no bias."""
     if numbers is None and (not causal or _uses_kernel(q)):
         return None
     allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
@@ -154,7 +158,7 @@ def _forward(
         lse = weights.logsumexp(-1)
         weights = torch.exp(weights - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
         output = weights.to(v.dtype) @ v
-    if bias is not None:  # a query without keys; the kernel tells 0
+    if bias is not None:  # of a query without keys, for which the kernel returns 0
         lse = lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
     return output, lse
 
@@ -162,7 +166,7 @@ def _forward(
 def _backward(
     grad: torch.Tensor, saved: Tensors, causal: bool, numbers: Numbers, scale: float
 ) -> Tensors:
-    """Return the gradients of q, k and v of a block, given output and lse of all blocks."""
+    """Return the gradients of q, k and v of a block from output and lse over all blocks."""
     q, k, v, output, lse = saved
     bias = _bias(q, k, causal, numbers)
     if _uses_kernel(q):
@@ -185,42 +189,45 @@ def _backward(
 # ---- the ring ------------------------------------------------------------------------------------
 
 
-class _Turn:
-    """Tensors on their way to the next rank of the ring, and others on theirs to this one."""
+class _RingExchange:
+    """A send of tensors to the next rank of the ring, and a receive from the previous one."""
 
     def __init__(self, group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
         rank, n = group.rank(), group.size()
         self._sent = [t.contiguous() for t in tensors]
-        self._came = [torch.empty_like(t) for t in self._sent]
+        self._received = [torch.empty_like(t) for t in self._sent]
         self._works: list[Work | None] = []
         with group.together(self._sent):
-            for tag, (out, into) in enumerate(zip(self._sent, self._came, strict=True)):
+            for tag, (out, into) in enumerate(zip(self._sent, self._received, strict=True)):
                 self._works.append(group.irecv(into, (rank - 1) % n, tag))
                 self._works.append(group.send(out, (rank + 1) % n, tag, async_op=True))
 
     def wait(self) -> list[torch.Tensor]:
-        """Return what has come, when all has."""
+        """Wait for both, and return the tensors that were received."""
         for work in self._works:
             if work is not None:
                 work.wait()
-        return self._came
+        return self._received
 
 
 def _blocks(
     k: torch.Tensor, v: torch.Tensor, numbers: Numbers, group: ProcessGroup, causal: bool
-) -> Iterator[tuple[_Block, torch.Tensor, torch.Tensor, Numbers]]:
-    """Yield what this rank's queries attend to of each rank's keys; the next are on their way."""
+) -> Iterator[tuple[_AttentionBlock, torch.Tensor, torch.Tensor, Numbers]]:
+    """Yield for each rank the keys and values that this rank's queries attend to.
+
+    The next block is received while the caller computes.
+    """
     n, rank = group.size(), group.rank()
     block = [k, v] if numbers is None else [k, v, numbers[1]]
     for step in range(n):
-        turn = _Turn(group, block) if step < n - 1 else None
+        exchange = _RingExchange(group, block) if step < n - 1 else None
         part = _block_of(rank, (rank - step) % n, k.shape[-2], causal)
         keys, values, *theirs = block
         seen = None
         if numbers is not None:
             seen = numbers[0][..., part.queries], theirs[0][..., part.keys]
         yield part, keys[..., part.keys, :], values[..., part.keys, :], seen
-        block = block if turn is None else turn.wait()
+        block = block if exchange is None else exchange.wait()
 
 
 class _Ring(torch.autograd.Function):
@@ -242,7 +249,7 @@ class _Ring(torch.autograd.Function):
         lse = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
         for part, keys, values, seen in _blocks(k, v, numbers, group, causal):
             new = _forward(q[..., part.queries, :], keys, values, part.causal, seen, scale)
-            _join(output[..., part.queries, :], lse[..., part.queries], *new)
+            _combine(output[..., part.queries, :], lse[..., part.queries], *new)
         result = output.to(q.dtype)
         lse = lse.masked_fill(lse == -math.inf, 0.0)
         ctx.save_for_backward(q, k, v, result, lse, *(numbers or ()))
@@ -265,15 +272,15 @@ class _Ring(torch.autograd.Function):
             grad_q[..., rows, :] += found[0]
             for total, one in zip(travelling, found[1:], strict=True):
                 total[..., part.keys, :] += one
-            travelling = _Turn(group, travelling).wait() if group.size() > 1 else travelling
+            travelling = _RingExchange(group, travelling).wait() if group.size() > 1 else travelling
         grad_k, grad_v = (t.to(k.dtype) for t in travelling)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
 
 
-def _join(
+def _combine(
     output: torch.Tensor, lse: torch.Tensor, new: torch.Tensor, new_lse: torch.Tensor
 ) -> None:
-    """Add a block's output to that of the blocks before, in place."""
+    """Combine the output of a block with that of the blocks before, in place."""
     total = torch.logaddexp(lse, new_lse)
     safe = total.masked_fill(total == -math.inf, 0.0)
     output.mul_(torch.exp(lse - safe).unsqueeze(-1))
@@ -297,15 +304,18 @@ def ring_attention(
         q: Queries [B, H, S, D] of this rank's positions (`positions_of`).
         k, v: Keys and values [B, G, S, D], G dividing H.
         group: The ranks.
-        mask: Of this rank's positions, broadcasting to [B, 1, 1, S]. Of bool: which keys may be
-            attended to. Of integers: which document a position belongs to; a query attends to the
-            keys of its own. What is below 0 is padding, which attends to nothing, and is not
-            attended to.
+        mask: A mask of this rank's positions that broadcasts to [B, 1, 1, S]. Bool: the keys that
+            may be attended to. Integers: the document of each position; a query attends to the
+            keys of its document, and numbers below 0 mean padding, which attends to nothing and is
+            not attended to.
         is_causal: Whether a position attends to no later one.
-        scale: Of the scores; 1 / sqrt(D) where None.
+        scale: Scale of the scores; 1 / sqrt(D) if None.
 
-    Shapes:
-        The result is [B, H, S, D]; 0 for a query that attends to nothing.
+    Returns:
+        The output [B, H, S, D]; 0 for a query that attends to no key.
+
+    Raises:
+        ShapeError: The heads of the keys do not divide those of the queries.
 
     Collective:
         All ranks of the group, with parts of one shape, and a mask on all or none.
@@ -321,16 +331,16 @@ def ring_attention(
     if mask is not None:
         own = mask.expand(q.shape[0], 1, 1, q.shape[-2])[:, 0, 0]
         numbers = (own, own)
-        if own.dtype == torch.bool:  # one document, of which all queries are
+        if own.dtype == torch.bool:  # all queries belong to one document
             numbers = torch.zeros_like(own, dtype=torch.int32), own.int() - 1
     return _Ring.apply(q, k, v, numbers, group, is_causal, scale)  # pyright: ignore
 
 
-# ---- what a program sees -------------------------------------------------------------------------
+# ---- public functions ----------------------------------------------------------------------------
 
 
 class _RingMode(TorchFunctionMode):
-    """Runs `scaled_dot_product_attention` around the ring."""
+    """Replaces `scaled_dot_product_attention` by ring attention."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -357,17 +367,17 @@ class _RingMode(TorchFunctionMode):
         op = "scaled_dot_product_attention"
         if dropout_p:
             raise UsageError(
-                "attention around a ring drops nothing out", op=op, seen=f"dropout_p={dropout_p}"
+                "ring attention does not support dropout", op=op, seen=f"dropout_p={dropout_p}"
             )
         if attn_mask is not None and (
             attn_mask.is_floating_point() or attn_mask.shape[-3:-1].numel() != 1
         ):
             raise UsageError(
-                "attention around a ring takes masks of positions, not of pairs",
+                "ring attention supports masks of positions, not of pairs of positions",
                 op=op,
                 seen=f"{attn_mask.dtype} {list(attn_mask.shape)}",
-                fix="Pass a mask [B, 1, 1, S] of this rank's positions, bool for keys that count "
-                "or the numbers of documents, and is_causal.",
+                fix="Pass a mask [B, 1, 1, S] of this rank's positions, either bool, True for keys "
+                "that may be attended to, or document numbers; and is_causal.",
             )
         if key.shape[1] != query.shape[1] and not enable_gqa:
             raise ShapeError(
@@ -392,35 +402,57 @@ def context_parallel(
 ) -> Iterator[None]:
     """Divide sequences over the ranks of a mesh, for the length of a `with` block.
 
-    Within the block the buffers hold this rank's positions (`positions_of`), and
-    `torch.nn.functional.scaled_dot_product_attention` attends to all ranks' keys. Backward may run
-    after it. It does not see attention that backward computes again; that needs
+    Within the block the buffers contain this rank's positions (`positions_of`), and
+    `torch.nn.functional.scaled_dot_product_attention` attends to the keys of all ranks. Backward
+    may run after the block. Activation checkpointing recomputes attention outside of it, and needs
     ``torch.utils.checkpoint(..., use_reentrant=False, context_fn=lambda: (nullcontext(),
-    context_parallel(mesh)))``, and raises `CheckpointError` without.
+    context_parallel(mesh)))``; without that it raises `CheckpointError`.
 
     Args:
-        mesh: Of one axis.
-        buffers: Tensors that have the whole sequence on every rank: inputs, labels, positions.
-        buffer_seq_dims: The dimension of the sequence of each.
-        no_restore_buffers: Those that need not be whole again after the block.
+        mesh: A mesh of one axis.
+        buffers: Tensors with the full sequence on every rank: inputs, labels, positions.
+        buffer_seq_dims: For each buffer the dimension of the sequence.
+        no_restore_buffers: Buffers that need not be restored after the block.
 
     Raises:
-        ShapeError: A length is no multiple of two chunks a rank.
-        UsageError: Buffers and dimensions differ in number; within: dropout, or a mask of pairs.
+        MeshError: The mesh has more than one axis.
+        ShapeError: A sequence's length is not a multiple of twice the number of ranks.
+        UsageError: `buffers` and `buffer_seq_dims` have different lengths; within the block:
+            dropout, or a mask of pairs of positions.
 
     Collective:
-        All ranks of the mesh.
+        Attention within the block: all ranks of the mesh.
+
+    Cost:
+        Per attention each rank sends its keys and values n - 1 times; backward the same, and their
+        gradients n times.
+
+    Example:
+        ```python
+        from dure.tensor import init_device_mesh
+        from dure.tensor.experimental import context_parallel, context_parallel_unshard
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        torch.manual_seed(0)
+        q = torch.randn(1, 2, 8, 4)  # the full sequence of 8 positions, on every rank
+        full = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        with context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]):
+            part = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert part.shape == (1, 2, 4, 4)
+        (output,) = context_parallel_unshard(mesh, [part], [2])
+        assert torch.allclose(output, full, atol=1e-5)
+        ```
     """
     group = _group_of(mesh)
     tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
     if len(tensors) != len(dims):
         raise UsageError(
-            "each buffer has a dimension of the sequence",
+            "buffer_seq_dims must have one entry for each buffer",
             op="context_parallel",
             seen=f"{len(tensors)} buffers, {len(dims)} buffer_seq_dims",
         )
     kept = {id(tensor) for tensor in no_restore_buffers or ()}
-    whole = [None if id(t) in kept else t.detach().clone() for t in tensors]
+    originals = [None if id(t) in kept else t.detach().clone() for t in tensors]
     parts = [_part(t, dim, group) for t, dim in zip(tensors, dims, strict=True)]
     for tensor, part in zip(tensors, parts, strict=True):
         _replace(tensor, part)
@@ -428,7 +460,7 @@ def context_parallel(
         with _RingMode(group):
             yield
     finally:
-        for tensor, before in zip(tensors, whole, strict=True):
+        for tensor, before in zip(tensors, originals, strict=True):
             if before is not None:
                 _replace(tensor, before)
 
@@ -447,10 +479,24 @@ def _replace(tensor: torch.Tensor, values: torch.Tensor) -> None:
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return the whole of tensors of which each rank has its positions, such as outputs.
+    """Return full tensors, gathered from the positions that each rank has, such as outputs.
+
+    Args:
+        mesh: A mesh of one axis.
+        buffers: Tensors with this rank's positions.
+        seq_dims: For each tensor the dimension of the sequence.
+
+    Returns:
+        The full tensors, outside of autograd.
+
+    Raises:
+        MeshError: The mesh has more than one axis.
 
     Collective:
         All ranks of the mesh, with parts of one shape.
+
+    Cost:
+        One all_gather for each tensor.
     """
     group = _group_of(mesh)
     n = group.size()
@@ -472,31 +518,35 @@ def context_parallel_batch(
     pad_token_id: int = 0,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
-    """Return this rank's part of a batch for a causal language model, ready for the model.
+    """Return this rank's part of a batch for a causal language model.
 
-    Labels are shifted *before* the sequence is cut, so that a loss of the parts, without any shift,
-    is the loss of the whole; positions are those of the whole sequence; what does not divide is
-    padded, masked for attention, and ignored by the loss. Tokens of several documents that are
-    packed into a row attend to their own alone, count positions from its beginning, and predict
-    nothing of the next.
+    Labels are shifted *before* the sequence is cut, so the loss of a part needs no shift. Positions
+    are those of the full sequence. The sequence is padded to a length that divides; padding is
+    masked in attention and ignored by the loss. If several documents are packed into a row, tokens
+    attend only to their document, positions start at 0 in each document, and its last token has no
+    label.
 
     Args:
-        mesh: Of one axis.
-        batch: ``input_ids`` [B, S]; optionally ``labels`` [B, S], not shifted (input_ids where
-            they are not given), ``attention_mask`` [B, S], True or 1 where a token counts,
-            ``document_ids`` [B, S], integers from 0, equal in a document, and ``position_ids``
-            [B, S]. Other tensors [B, S, ...] are padded with 0 and cut; all else stays as it is.
-        pad_token_id: What inputs are padded with.
-        ignore_index: What labels are where there is no next token.
+        mesh: A mesh of one axis.
+        batch: ``input_ids`` [B, S]; optionally ``labels`` [B, S], not shifted (default:
+            input_ids), ``attention_mask`` [B, S], True or 1 for tokens that are not padding,
+            ``document_ids`` [B, S], integers from 0, equal within a document, and ``position_ids``
+            [B, S]. Other tensors [B, S, ...] are padded with 0 and cut; other values are returned
+            unchanged.
+        pad_token_id: Value of padding in ``input_ids``.
+        ignore_index: Value of labels that the loss ignores.
 
     Returns:
-        ``input_ids``, ``labels`` (of the next token), ``position_ids``, all [B, S / n];
-        ``attention_mask`` [B, 1, 1, S / n], to be given to attention as it is (see `mask` of
-        `ring_attention`), None where every token counts; ``tokens``, how many labels count on all
-        ranks together: the sum of the parts' losses is divided by it.
+        A dict with ``input_ids``, ``labels`` (the next tokens) and ``position_ids``, all
+        [B, S / n]; ``attention_mask``, [B, 1, 1, S / n] to pass to attention, or None if no
+        position is masked; ``tokens``, the number of labels on all ranks together that are not
+        ignored, by which the sum of the ranks' losses is divided; and other entries of `batch`.
+
+    Raises:
+        MeshError: The mesh has more than one axis.
 
     Cost:
-        No communication: each rank cuts from the batch that all have.
+        No communication: each rank cuts its part from the full batch.
     """
     group = _group_of(mesh)
     ids = batch["input_ids"]

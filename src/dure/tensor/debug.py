@@ -1,4 +1,4 @@
-"""`CommDebugMode` counts what DTensors communicate; `visualize_sharding` draws who has what."""
+"""`CommDebugMode` counts collectives; `visualize_sharding` draws which rank has which elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.modules import module as hooks
 from dure.errors import PlacementError
 from dure.tensor.dtensor import DTensor
 from dure.tensor.redistribute import Move
-from dure.tensor.watching import Operation, Watch, in_columns
+from dure.tensor.watching import Operation, OperationRecorder, in_columns
 
 __all__ = ["CommCounts", "CommDebugMode", "visualize_sharding"]
 
@@ -39,7 +39,7 @@ _PLAIN = {
     "barrier": "barrier",
     "send": "send",
 }
-"""Names of torch's operators; others are those of Dure with an underscore."""
+"""Names of torch's operators; other names are those of Dure with an underscore at the end."""
 _FUNCTIONAL = {
     "all_gather": "all_gather_into_tensor",
     "all_gather_single": "all_gather_into_tensor",
@@ -47,12 +47,12 @@ _FUNCTIONAL = {
     "reduce_scatter": "reduce_scatter_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
-"""Names of torch's functional collectives; others are those of Dure."""
+"""Names of torch's functional collectives; other names are those of Dure."""
 _TRIVIAL = ("aten.detach.", "aten.t.", "aten.view.", "aten.alias.", "aten.transpose.")
 
 
 def _operator(key: Any) -> Any:
-    """Return the operator of torch that an operator or a name counts as; a name if torch has none.
+    """Return the operator of torch under which a key is counted, or its name if torch has none.
 
     Torch counts its functional collectives under their older names, without the underscore.
     """
@@ -63,17 +63,22 @@ def _operator(key: Any) -> Any:
 
 
 class CommCounts(dict[Any, int]):
-    """The number of calls of each collective; 0 for others.
+    """The number of calls of each collective; 0 for collectives that were not called.
 
-    Keys are operators of torch, such as ``torch.ops.c10d_functional.all_reduce``. Counts are found
-    by ``torch.ops._c10d_functional.all_reduce`` and by names ("c10d_functional.all_reduce"), too.
+    Keys are operators of torch, such as ``torch.ops.c10d_functional.all_reduce``. Look-ups also
+    accept ``torch.ops._c10d_functional.all_reduce`` and names ("c10d_functional.all_reduce").
     """
 
     def __getitem__(self, key: Any) -> int:
         return dict.get(self, _operator(key), 0)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return a count, or `default` where there is none."""
+        """Return a count, or `default` if the collective was not called.
+
+        Args:
+            key: The collective, as an operator of torch or its name.
+            default: The result for collectives that were not called.
+        """
         return dict.get(self, _operator(key), default)
 
     def __contains__(self, key: object) -> bool:
@@ -110,17 +115,29 @@ def _by_name(operations: list[Operation]) -> dict[str, int]:
 class CommDebugMode:
     """Counts the collectives that this rank calls in a ``with`` block, by module.
 
-    Functional collectives, redistributions and what operators on DTensors communicate count under
-    the names of torch's functional collectives (``c10d_functional.*``), all others under those of
-    the plain ones (``c10d.*_``).
+    Functional collectives, redistributions and the communication of operators on DTensors count as
+    torch's functional collectives (``c10d_functional.*``), all others as ``c10d.*_``.
 
     Threads:
-        Operators are seen on the thread that enters, collectives on all. Of ranks that are threads
-        each counts its own.
+        Operators are recorded on the thread that enters, collectives on all threads. Ranks that are
+        threads count their own calls.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, distribute_tensor, init_device_mesh
+        from dure.tensor.debug import CommDebugMode
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        with CommDebugMode() as counted:
+            x.full_tensor()
+        assert counted.get_total_counts() == 1
+        assert counted.get_comm_counts()["c10d_functional.all_gather_into_tensor"] == 1
+        ```
     """
 
     def __init__(self) -> None:
-        self._watch = Watch(self._current)
+        self._watch = OperationRecorder(self._current)
         self._running: list[str] = []
         self._modules: list[str] = []
         self._kinds: dict[str, str] = {}
@@ -172,10 +189,10 @@ class CommDebugMode:
         if threading.get_ident() == self._thread and self._running:
             self._running.pop()
 
-    # ---------------------------------------------------------------- what was seen
+    # ---------------------------------------------------------------- results
 
     def get_total_counts(self) -> int:
-        """Return how many collectives were called."""
+        """Return the number of collectives that were called."""
         return sum(self.get_comm_counts().values())
 
     def get_comm_counts(self) -> CommCounts:
@@ -191,8 +208,9 @@ class CommDebugMode:
     def comm_module_counts(self) -> dict[str, dict[str, CommCounts]]:
         """Counts of each module and its submodules, under "forward" and "backward".
 
-        "Global" has those of the whole block, which include what ran outside modules. Modules
-        without collectives are left out. Those of a backward pass are counted under "Global" only.
+        "Global" contains the counts of the complete block, including code outside of modules.
+        Modules without collectives are left out. Collectives of a backward pass count under
+        "Global" only.
         """
         found: dict[str, dict[str, CommCounts]] = {}
         for module in (None, *self._modules):
@@ -202,7 +220,7 @@ class CommDebugMode:
         return found
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the parameters of each module that ran: name of the module, of the parameter."""
+        """Return the parameters of each module that ran, by names of the module and parameter."""
         return self._parameters
 
     def get_sharding_info(self) -> dict[str, Any]:
@@ -210,13 +228,13 @@ class CommDebugMode:
         return self._sharding
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """Return what was done, as text: by module, forward and backward.
+        """Return operators and collectives as text, by module, forward and backward.
 
-        Backward is told for the whole: autograd does not say which module an operator is of.
+        Backward is listed under "Global" only: autograd does not know the module of an operator.
 
         Args:
             noise_level: 0: collectives; 1: also operators on DTensors that communicate; 2: all
-                operators but trivial views; 3: all, with module types and parameters.
+                operators except trivial views; 3: all, with module types and parameters.
         """
         lines = ["Global", *self._lines(None, noise_level, "  ")]
         for name in self._modules:
@@ -225,8 +243,8 @@ class CommDebugMode:
             if noise_level >= 3:
                 lines.append(f"{indent}  *module type: {self._kinds[name]}")
                 for key, tensor in self._parameters.get(name, {}).items():
-                    lies = self._sharding.get(f"{name}.{key}", "plain")
-                    lines.append(f"{indent}  *parameter {key}: {list(tensor.shape)} {lies}")
+                    placements = self._sharding.get(f"{name}.{key}", "plain")
+                    lines.append(f"{indent}  *parameter {key}: {list(tensor.shape)} {placements}")
             lines += self._lines(name, noise_level, indent + "  ")
         return "\n".join(lines)
 
@@ -243,24 +261,29 @@ class CommDebugMode:
         lines: list[str] = []
         for title, backward in (("FORWARD PASS", False), ("BACKWARD PASS", True)):
             operations = self._of(module, backward)
-            told = [f"{indent}  *{key}: {n}" for key, n in _by_name(operations).items()]
+            found = [f"{indent}  *{key}: {n}" for key, n in _by_name(operations).items()]
             own = [one for one in operations if one.module == (module or "") and one.name]
             for one in own:
                 quiet = one.name.startswith(_TRIVIAL)
                 if noise < 1 or (noise < 3 and quiet) or (noise < 2 and not one.steps):
                     continue
                 places = ", ".join(map(str, one.inputs))
-                told.append(f"{indent}  **{one.name}({places}) {one.why()}".rstrip())
-            if told:
-                lines += [f"{indent}{title}", *told]
+                found.append(f"{indent}  **{one.name}({places}) {one.why()}".rstrip())
+            if found:
+                lines += [f"{indent}{title}", *found]
         return lines
 
     def generate_json_dump(
         self, file_name: str = "comm_mode_log.json", noise_level: int = 3
     ) -> None:
-        """Write what was done into a file, as JSON: modules with counts, and their operators."""
+        """Write modules with their counts and operators to a JSON file.
 
-        def told(module: str | None) -> dict[str, Any]:
+        Args:
+            file_name: The file.
+            noise_level: 0: collectives; 1 and above: also operators on DTensors.
+        """
+
+        def entry(module: str | None) -> dict[str, Any]:
             found: dict[str, Any] = {}
             for key, backward in (("forward", False), ("backward", True)):
                 operations = self._of(module, backward)
@@ -276,15 +299,20 @@ class CommDebugMode:
             return found
 
         modules = [
-            {"name": name, "type": self._kinds[name], **told(name)} for name in self._modules
+            {"name": name, "type": self._kinds[name], **entry(name)} for name in self._modules
         ]
-        text = json.dumps({"name": "Global", **told(None), "modules": modules}, indent=2)
+        text = json.dumps({"name": "Global", **entry(None), "modules": modules}, indent=2)
         Path(file_name).write_text(text + "\n")
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
     ) -> None:
-        """Write the table of `generate_comm_debug_tracing_table` into a file."""
+        """Write the table of `generate_comm_debug_tracing_table` to a file.
+
+        Args:
+            file_name: The file.
+            noise_level: As there.
+        """
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
 
 
@@ -292,25 +320,25 @@ class CommDebugMode:
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which rank has which rows and columns; on the mesh's first rank alone.
+    """Print which rank has which rows and columns, on the first rank of the mesh.
 
     Args:
-        dtensor: Of one or two dimensions; of one without elements nothing is printed.
-        header: A line before.
-        use_rich: Draw it with boxes and colours.
+        dtensor: A DTensor of one or two dimensions; without elements, nothing is printed.
+        header: A line to print first.
+        use_rich: Draw boxes and colors with the package rich.
 
     Raises:
-        PlacementError: The tensor has more dimensions, or none.
+        PlacementError: The tensor does not have one or two dimensions.
 
-    Collective:
-        Nothing is sent.
+    Cost:
+        No communication.
     """
     spec, mesh = dtensor.spec, dtensor.device_mesh
     if dtensor.numel() == 0:
         return
     if dtensor.ndim not in (1, 2):
         raise PlacementError(
-            "tensors of one or two dimensions can be drawn", op="visualize_sharding", seen=f"{spec}"
+            "the tensor must have one or two dimensions", op="visualize_sharding", seen=f"{spec}"
         )
     if spec.coordinate is None or any(spec.coordinate):
         return
@@ -337,7 +365,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     else:
         print(in_columns([head, *table]))
     if spec.partial:
-        print("(terms of a reduction)")
+        print("(Partial: each rank has a term of the reduction)")
 
 
 def _range(runs: Sequence[tuple[int, int]]) -> str:
@@ -345,8 +373,8 @@ def _range(runs: Sequence[tuple[int, int]]) -> str:
 
 
 def _print_rich(head: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console  # lazy: only where it is asked for
-    from rich.table import Table  # lazy: only where it is asked for
+    from rich.console import Console  # lazy: an optional package
+    from rich.table import Table  # lazy: an optional package
 
     colors = itertools.cycle(("blue", "green", "magenta", "cyan", "yellow", "red"))
     table = Table(show_lines=True)

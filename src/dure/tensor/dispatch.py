@@ -1,17 +1,18 @@
-"""How an operator on DTensors is run: look up, move, compute on the parts, wrap.
+"""How an operator on DTensors is run: look up, redistribute, compute on the parts, wrap.
 
-The first call of an operator with certain specs asks the rules (*miss*): which placements its
-operands must have, and which its results get. The answer is kept as an `OperatorPlan` (planning.py)
-under the operator, the specs and the other arguments; every later call of that kind (*hit*) costs
-one dictionary look-up, the operator on the parts, and the wrapping of its result. `dispatch` here
-defines what a hit does; the extension `_hits` (csrc/dispatch/hits.cpp) does the same faster.
+The first call of an operator with certain specs (*miss*) evaluates its sharding rule: which
+placements its operands must have, and which its results get. The answer is cached as an
+`OperatorPlan` (planning.py) under the operator, the specs and the other arguments. Every later call
+of that kind (*hit*) costs one dictionary look-up, the operator on the parts, and the wrapping of
+its result. `dispatch` here defines a hit; the extension `_hits` (csrc/dispatch/hits.cpp) does the
+same faster.
 
 An operator without a rule is decomposed, or computed on full tensors (without_rule.py). Plain
-tensors beside DTensors are refused or taken as replicated (plain_tensors.py).
+tensors among DTensors are refused or taken as replicated (plain_tensors.py).
 
-A view whose source has to be moved is a copy, and so is a view that the strides of a part do not
-allow, although those of the full tensor do. A copy cannot be written, nor read after its source was
-written: either raises `PlacementError`.
+A view is a copy if its source has to be redistributed, or if the strides of a part do not allow the
+view although those of the full tensor do. Writing such a copy, or reading it after its source was
+written, raises `PlacementError`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = [
     "check_copy",
     "dispatch",
     "forget_plans",
-    "has_own_way",
+    "is_special",
     "plans",
     "special",
 ]
@@ -60,9 +61,9 @@ _MOST_PLANS = 1 << 16
 plans: dict[Any, OperatorPlan] = {}
 when_left.append(plans.clear)
 _special: dict[Op | torch.Tag, Callable[..., Any]] = {}
-"""Operators, or all with a tag, that run in a way of their own: called with (op, args, kwargs)."""
+"""Custom implementations, by operator or tag; called with (op, args, kwargs)."""
 _lists: set[Op | torch.Tag] = set()
-"""Those on lists, which may have plain tensors too; nothing is looked up first."""
+"""Operators on lists, which may contain plain tensors; their plans are not looked up."""
 _DTensor: type[DTensor]
 
 
@@ -73,7 +74,12 @@ def bind(cls: type[DTensor]) -> None:
 
 
 def special(*ops: Op | torch.Tag, lists: bool = False) -> Callable[..., Any]:
-    """Register the decorated function as the way to run these operators, which may be on lists."""
+    """Register the decorated function as the implementation of these operators.
+
+    Args:
+        ops: Operators, or tags of operators.
+        lists: Whether they take lists of tensors.
+    """
 
     def register(run: Callable[..., Any]) -> Any:
         _special.update(dict.fromkeys(ops, run))
@@ -84,13 +90,13 @@ def special(*ops: Op | torch.Tag, lists: bool = False) -> Callable[..., Any]:
 
 
 def forget_plans() -> None:
-    """Ask the rules anew for every kind of call: a rule has changed."""
+    """Empty the caches of plans and results, after a rule has changed."""
     plans.clear()
     forget_results()
 
 
-def has_own_way(op: Op) -> bool:
-    """Return whether an operator is run neither by a rule nor by what is done without one."""
+def is_special(op: Op) -> bool:
+    """Return whether an operator has a custom implementation instead of a rule."""
     return op in _special
 
 
@@ -140,10 +146,11 @@ def dispatch(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
 
 
 def _key_of(op: Op, arg: Any) -> Any:
-    """Return what stands for an argument in a key.
+    """Return an argument's entry in the key of a plan.
 
-    Of floats the kind, since rules do not look at them, unless they say so. Plain tensors, and
-    views that are copies, have a key that hits never.
+    A float is represented by its type, unless the operator's rule depends on its value
+    (`by_value`). Plain tensors and views that are copies get a list, which has no hash: such calls
+    never hit.
     """
     kind = type(arg)
     if kind is int or arg is None:
@@ -176,8 +183,8 @@ def _miss(
     _check_copies(op, operands, places)
     specs = tuple(t.spec for t in operands)
     if op is torch.ops.aten.stack.default and _are_numbers_of_meshes(specs):
-        whole = [redistribute(t.part, t.spec, t.spec.replicated()) for t in operands]
-        return op(whole, *args[1:], **kwargs)
+        numbers = [redistribute(t.part, t.spec, t.spec.replicated()) for t in operands]
+        return op(numbers, *args[1:], **kwargs)
     _check_meshes(op, specs)
     in_place_view = torch.Tag.inplace_view in op.tags
     run = _special.get(torch.Tag.inplace_view if in_place_view else op)
@@ -190,7 +197,7 @@ def _miss(
         if specs[0].coordinate is not None:
             return run_without_rule(call, args, kwargs)
         returned = schema_of(op).returned
-        if written(call) and all(returned):  # nothing is to be written here
+        if written(call) and all(returned):  # this rank has no part to write
             places = [place_of(call, name) for name in returned]
             if None not in places:
                 own = tuple(
@@ -231,9 +238,9 @@ def _operands(
 
 
 def _are_numbers_of_meshes(specs: Sequence[DTensorSpec]) -> bool:
-    """Return whether these are results, without gradient, on several meshes, for a plain tensor.
+    """Return whether these are numbers on several meshes, outside of autograd.
 
-    torch's `clip_grad_norm_` makes one norm of those of gradients so.
+    torch's `clip_grad_norm_` stacks the norms of gradients like this; the result is a plain tensor.
     """
     several = any(spec.mesh != specs[0].mesh for spec in specs)
     return several and not torch.is_grad_enabled() and not any(spec.shape for spec in specs)
@@ -244,16 +251,16 @@ def _check_meshes(op: Op, specs: Sequence[DTensorSpec]) -> None:
     for spec in specs:
         if spec.mesh is not mesh and spec.mesh != mesh:
             raise MeshError(
-                f"{op} is given tensors of different meshes",
+                f"{op} got tensors of different meshes",
                 op=str(op),
                 seen=" and ".join(f"{m!r} of ranks {m.mesh.tolist()}" for m in (mesh, spec.mesh)),
-                fix="Equal meshes have the same ranks, shape, names and device. Put both on "
-                "one mesh: distribute_tensor(t.full_tensor(), mesh, placements).",
+                fix="Put both on one mesh: distribute_tensor(t.full_tensor(), mesh, placements). "
+                "Meshes are equal if they have the same ranks, shape, names and device.",
             )
 
 
 def _check_copies(op: Op, operands: Sequence[Any], places: Sequence[Place]) -> None:
-    """Refuse to write views that are copies, and to read them once their source was written."""
+    """Raise if an operand is a view that is a copy, and is written or stale."""
     mutated = schema_of(op).mutated
     for tensor, (where, _) in zip(operands, places, strict=True):
         if type(tensor) is _DTensor and tensor.copied_at is not None:
@@ -262,21 +269,19 @@ def _check_copies(op: Op, operands: Sequence[Any], places: Sequence[Place]) -> N
 
 
 def check_copy(op: str, tensor: DTensor, writes: bool = False) -> None:
-    """Refuse to write a view that is a copy, and to read it once its source was written.
-
-    A view of a sharded tensor that had to be moved shares no memory with it, nor does one of a
-    part whose strides do not allow it.
-    """
+    """Raise if a view that is a copy is written, or read after its source was written."""
     version = tensor.copied_at
     if version is not None and (writes or tensor._version != version):
         raise PlacementError(
-            f"{op} meets a view that is a copy",
+            f"{op} cannot write this view, because it is a copy of its source"
+            if writes
+            else f"{op} would read a view that is an outdated copy: its source was written since",
             op=op,
-            seen=f"{tensor.spec}: to take the view, its source had to be moved between ranks, or "
-            "its part to be stored in another order",
-            fix="Redistribute the source first so that the view needs no communication, or "
-            "clone() the view to work on a copy. Parts for from_local() must have the order of "
-            "its stride=.",
+            seen=f"{tensor.spec}: the view could not share memory with its source, which had to be "
+            "redistributed, or whose part is stored in another order",
+            fix="Redistribute the source before taking the view, so that the view needs no "
+            "communication, or clone() the view to work on a copy. Parts passed to from_local() "
+            "must be stored in the order of its stride=.",
         )
 
 

@@ -1,7 +1,7 @@
-"""From a tensor of the whole shape, or a module, to DTensors.
+"""Create DTensors from full tensors and modules.
 
-`distribute_tensor` takes the values of the first rank along each axis: it scatters or broadcasts
-along one axis after another, so in the end all values are those of the mesh's first rank.
+`distribute_tensor` uses the values of the first rank along each axis: it scatters or broadcasts
+along one axis after another, so all values come from the first rank of the mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from dure.mesh import DeviceMesh
 from dure.tensor.dtensor import DTensor, mesh_or_current
 from dure.tensor.parameter_names import name_parameters
 from dure.tensor.placement_types import Placement, Replicate
-from dure.tensor.redistribute import can_be_split, parts_along, pieces_of, term_of, way_of
+from dure.tensor.redistribute import (
+    can_be_split,
+    execution_plan_of,
+    parts_along,
+    pieces_of,
+    term_of,
+)
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 from dure.tensor.wrapping import wrap
 
@@ -42,63 +48,53 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Make a DTensor of a tensor of the whole shape.
+    """Create a DTensor from a full tensor.
 
     Args:
-        tensor: A leaf of the whole shape, on every rank; the source's values count. A Parameter
-            stays one, and a leaf keeps its ``requires_grad``. On the meta device nothing is sent.
-            For a wrapper subclass, its inner tensors are sent; the subclass's own operators slice
-            it.
-        device_mesh: The mesh; that of ``with mesh:`` where None.
-        placements: `Shard`, `Replicate` or `Partial` for each axis; replicated where None. Terms of
-            an average, maximum or minimum are the tensor itself. Of a sum each rank gets an equal
-            share if that is exact, else the first rank along the axis has the tensor and the others
-            have zeros.
-        src_data_rank: Which rank along each axis has the values. None: every rank has them, and
-            keeps its part without communication.
+        tensor: A leaf tensor of the full shape, on every rank; only the values of the source rank
+            are used. A Parameter stays a Parameter, and ``requires_grad`` is kept. On the meta
+            device nothing is sent. For a wrapper subclass, its inner tensors are sent, and the
+            subclass's own operators slice it.
+        device_mesh: The mesh; if None, the one of the enclosing ``with mesh:`` block.
+        placements: `Shard`, `Replicate` or `Partial` for each axis; if None, all are Replicate.
+            With Partial("avg"), "max" and "min" every rank's term is the tensor itself. With
+            Partial("sum") each rank gets an equal share if that is exact; otherwise the first rank
+            along the axis gets the tensor and the others get zeros.
+        src_data_rank: The rank along each axis whose values are used. If None, every rank has the
+            values and keeps its part without communication.
 
     Returns:
-        The DTensor. A whole part may share memory with `tensor`, as in torch; a cut one does not.
+        The DTensor. As in torch, a part that is not cut may share memory with `tensor`.
 
     Raises:
-        PlacementError: Terms of a product; placements that do not fit; a DTensor of other
+        PlacementError: Partial("product"), placements that do not fit, or a DTensor with other
             placements.
-        MeshError: No mesh; a DTensor of another mesh.
-        UsageError: The tensor is a result of autograd; there is no such source; the tensor
-            subclass has neither storage nor ``__tensor_flatten__``.
-        Desync: Ranks gave different shapes, dtypes or placements.
+        MeshError: No mesh, or a DTensor of another mesh.
+        UsageError: The tensor is the result of an operator that autograd recorded, `src_data_rank`
+            is not a rank of every axis, or the tensor subclass has neither storage nor
+            ``__tensor_flatten__``.
+        Desync: Ranks passed different shapes, dtypes or placements.
 
     Collective:
         All ranks of the mesh; none with ``src_data_rank=None``.
 
     Cost:
-        One scatter or broadcast an axis.
+        One scatter or broadcast per axis: the source sends, and another rank receives, at most the
+        bytes of the tensor.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, distribute_tensor, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        weight = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
+        assert weight.to_local().shape[0] == (2 if dist.get_rank() == 0 else 1)
+        ```
     """
-    op = "distribute_tensor"
-    mesh = mesh_or_current(device_mesh, op)
+    mesh = mesh_or_current(device_mesh, "distribute_tensor")
     if isinstance(tensor, DTensor):
         return _unchanged(tensor, mesh, placements)
-    given = as_placements(placements, mesh, tensor.ndim, op, tensor.dtype)
-    if any(p.is_partial() and not can_be_split(p, tensor.dtype) for p in given):
-        raise PlacementError(
-            "a tensor can only be split into terms of sum, max, min, or avg if not of integers",
-            op=op,
-            seen=f"{given}",
-            fix="Use Replicate(), or DTensor.from_local with Partial() for terms that ranks have.",
-        )
-    if not tensor.is_leaf:
-        raise UsageError(
-            "distribute_tensor takes a leaf: the gradient would end here",
-            op=op,
-            seen=f"{list(tensor.shape)}, the result of {tensor.grad_fn}",
-            fix="detach() it; or use DTensor.from_local(...).redistribute(...), which autograd "
-            "goes through.",
-        )
-    sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
-    if src_data_rank is not None and not 0 <= src_data_rank < min(sizes):
-        raise UsageError(
-            "src_data_rank is a rank of every axis", op=op, seen=f"{src_data_rank} in {mesh!r}"
-        )
+    given = _checked(tensor, mesh, placements, src_data_rank)
     local = tensor.detach()
     if not local.is_meta and local.device.type != mesh.device_type:
         local = local.to(mesh.device_type)
@@ -106,7 +102,7 @@ def distribute_tensor(
     if spec.coordinate is None:
         local = spec.part_outside()
     else:
-        about(way_of(spec, spec).subject)
+        about(execution_plan_of(spec, spec).subject)
         try:
             local = _received(local, spec, None if local.is_meta else src_data_rank)
         finally:
@@ -115,7 +111,7 @@ def distribute_tensor(
             if placement.is_partial():
                 local = term_of(local, spec, axis)
     if not (tensor.is_contiguous() or (src_data_rank is None and spec.is_replicated())):
-        # Parts that were received or cut are row-major, whatever the tensor was.
+        # Parts that were received or cut are row-major, whether the tensor was or not.
         local = local.contiguous()
         stride = torch.empty(tensor.shape, device="meta").stride()
         spec = spec_of(mesh, given, TensorMeta(tensor.shape, stride, tensor.dtype))
@@ -125,12 +121,43 @@ def distribute_tensor(
     return made.requires_grad_(tensor.requires_grad)  # pyright: ignore[reportReturnType]
 
 
+def _checked(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    source: int | None,
+) -> tuple[Placement, ...]:
+    """Check the arguments of `distribute_tensor`; return one placement for each axis."""
+    op = "distribute_tensor"
+    given = as_placements(placements, mesh, tensor.ndim, op, tensor.dtype)
+    if any(p.is_partial() and not can_be_split(p, tensor.dtype) for p in given):
+        raise PlacementError(
+            "a tensor can be split into terms only for Partial(sum), max, min, and avg of floats",
+            op=op,
+            seen=f"{given} for {tensor.dtype}",
+            fix="Use Replicate(), or DTensor.from_local with Partial() for terms that ranks have.",
+        )
+    if not tensor.is_leaf:
+        raise UsageError(
+            "the tensor must be a leaf: autograd does not go through distribute_tensor",
+            op=op,
+            seen=f"{list(tensor.shape)}, the result of {tensor.grad_fn}",
+            fix="detach() it; or use DTensor.from_local(...).redistribute(...), which autograd "
+            "goes through.",
+        )
+    if source is not None and not 0 <= source < min(mesh.shape):
+        raise UsageError(
+            "src_data_rank must be a rank of every axis", op=op, seen=f"{source} in {mesh!r}"
+        )
+    return given
+
+
 def _shard_tensor(  # pyright: ignore[reportUnusedFunction]: a name of torch's
     full_tensor: torch.Tensor,
     placements: Sequence[Placement],
     device_mesh: DeviceMesh | None = None,
 ) -> DTensor:
-    """Make a DTensor of a tensor that all ranks have, without communication."""
+    """Create a DTensor from a tensor that all ranks have, without communication."""
     return distribute_tensor(full_tensor, device_mesh, placements, src_data_rank=None)
 
 
@@ -139,22 +166,22 @@ def _unchanged(
 ) -> DTensor:
     if tensor.device_mesh != mesh:
         raise MeshError(
-            "a DTensor stays on its mesh",
+            "the tensor is already distributed on another mesh",
             op="distribute_tensor",
-            seen=f"{tensor.device_mesh!r}, asked for {mesh!r}",
+            seen=f"its mesh is {tensor.device_mesh!r}, device_mesh is {mesh!r}",
         )
     if as_placements(placements, mesh, tensor.ndim, "distribute_tensor") != tensor.placements:
         raise PlacementError(
-            "the tensor is distributed already, in another way",
+            "the tensor is already distributed with other placements",
             op="distribute_tensor",
-            seen=f"{tensor.placements}, asked for {placements}",
+            seen=f"it has {tensor.placements}, placements is {placements}",
             fix="Call redistribute().",
         )
     return tensor
 
 
 def _received(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> torch.Tensor:
-    """Return this rank's part: first cut along the axes that cut, in their order, then copied."""
+    """Return this rank's part: scatter along the axes that shard, then broadcast along others."""
     mesh = spec.mesh
     for dim in range(spec.ndim):
         for cut in spec.cuts(dim):
@@ -195,14 +222,14 @@ def _received(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> tor
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is of a subclass without memory.
+    """Return whether a tensor is of a wrapper subclass, which has no memory.
 
     Raises:
-        UsageError: It does not say which tensors it is made of.
+        UsageError: It has no `__tensor_flatten__`, so its inner tensors are unknown.
     """
     if type(tensor) is torch.Tensor or has_no_values((tensor,)):
         return False
-    with suppress(RuntimeError):  # the error of a storage that stands for none
+    with suppress(RuntimeError):  # the storage of a wrapper subclass has no pointer
         tensor.untyped_storage().data_ptr()
         return False
     if hasattr(tensor, "__tensor_flatten__"):
@@ -211,7 +238,7 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
         "the tensor subclass has neither storage nor `__tensor_flatten__`",
         op="distribute_tensor",
         seen=f"{type(tensor).__name__} {list(tensor.shape)}",
-        fix="Define __tensor_flatten__, or pass src_data_rank=None: then nothing is sent.",
+        fix="Define __tensor_flatten__, or pass src_data_rank=None, which sends nothing.",
     )
 
 
@@ -231,15 +258,15 @@ def _scattered(
     group: ProcessGroup,
     source: int,
 ) -> torch.Tensor:
-    """Return this rank's part of what the source has, of a subclass without memory.
+    """Scatter a tensor of a wrapper subclass; return this rank's part.
 
     Args:
-        local: On all ranks a tensor of the same subclass, whose own parts give the shapes.
+        local: On all ranks a tensor of the same subclass, whose parts give the shapes.
         dim: The dimension that is cut.
-        runs: For each rank its runs, as (length, offset).
-        index: This rank's number.
-        group: The ranks.
-        source: The rank whose values count.
+        runs: The runs of each rank, as (length, offset).
+        index: This rank's number in the group.
+        group: The ranks along the axis.
+        source: The rank whose values are sent.
     """
     parts = [torch.cat(pieces_of(local, dim, one), dim) for one in runs]
     part = parts[index].clone(memory_format=torch.contiguous_format)
@@ -259,14 +286,14 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """Make a module's parameters and buffers DTensors, in place.
+    """Replace a module's parameters and buffers by DTensors, in place.
 
     Args:
-        module: The module.
-        device_mesh: The mesh; that of ``with mesh:`` where None.
-        partition_fn: Called with the name of each submodule, the submodule and the mesh; puts
-            DTensors in the place of parameters and buffers as it likes. What it leaves, and all
-            without it, is replicated; a parameter that two submodules share stays shared.
+        module: The module, the same on all ranks.
+        device_mesh: The mesh; if None, the one of the enclosing ``with mesh:`` block.
+        partition_fn: Called as ``partition_fn(name, submodule, mesh)`` for each submodule; may
+            replace parameters and buffers by DTensors. Those that it does not replace are
+            replicated. A parameter that two submodules share stays shared.
         input_fn: Called as ``input_fn(module, inputs, mesh)`` before forward; returns the inputs.
         output_fn: Called as ``output_fn(module, outputs, mesh)`` after forward; returns the
             outputs.
@@ -275,16 +302,28 @@ def distribute_module(
         `module`.
 
     Raises:
-        ModuleError: It has been distributed before.
-        UsageError: A function takes another number of arguments.
+        MeshError: No mesh.
+        ModuleError: The module is already distributed.
+        UsageError: `input_fn` or `output_fn` takes a wrong number of arguments.
 
     Collective:
         All ranks of the mesh, as `distribute_tensor` for each parameter and buffer.
+
+    Cost:
+        Those of `distribute_tensor` for each parameter and buffer.
+
+    Example:
+        ```python
+        from dure.tensor import Replicate, distribute_module
+
+        linear = distribute_module(torch.nn.Linear(3, 2), mesh)
+        assert linear.weight.placements == (Replicate(),)
+        ```
     """
     mesh = mesh_or_current(device_mesh, "distribute_module")
     if module in _distributed:
         raise ModuleError(
-            "the module is distributed already",
+            "the module is already distributed",
             op="distribute_module",
             seen=type(module).__name__,
             fix="Call it once, on the outermost module.",
@@ -292,7 +331,7 @@ def distribute_module(
     for name, fn in (("input_fn", input_fn), ("output_fn", output_fn)):
         if fn is not None and (count := len(inspect.signature(fn).parameters)) not in (2, 3):
             raise UsageError(
-                f"{name} takes the module, what goes through it, and the mesh",
+                f"{name} must take 3 arguments: the module, its inputs or outputs, and the mesh",
                 op="distribute_module",
                 seen=f"a function of {count} arguments",
             )
@@ -318,9 +357,9 @@ def distribute_module(
 
 
 def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Let a parameter have the hooks of the one that it replaces, and handles remove them.
+    """Give a parameter the hooks of the one that it replaces; their handles still remove them.
 
-    Hooks of its gradient, and of its accumulated gradient.
+    Shared are the hooks of the gradient and of the accumulated gradient.
     """
     source, target = cast(Any, old), cast(Any, new)
     if old is new:
@@ -332,21 +371,21 @@ def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replicate what a module itself has and what is no DTensor yet."""
-    whole = (Replicate(),) * mesh.ndim
+    """Replicate the module's own parameters and buffers that are not DTensors yet."""
+    replicated = (Replicate(),) * mesh.ndim
     for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if isinstance(parameter, DTensor):
             continue
         if parameter not in made:
-            made[parameter] = distribute_tensor(parameter, mesh, whole)  # pyright: ignore
+            made[parameter] = distribute_tensor(parameter, mesh, replicated)  # pyright: ignore
         module.register_parameter(name, made[parameter])
     for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
         if not isinstance(buffer, DTensor):
-            module._buffers[name] = distribute_tensor(buffer, mesh, whole)  # pyright: ignore
+            module._buffers[name] = distribute_tensor(buffer, mesh, replicated)  # pyright: ignore
 
 
 def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a function that takes the module too, as torch once did not ask."""
+    """Return a function that takes the module, too; torch's older signature was without it."""
     if len(inspect.signature(fn).parameters) == 3:
         return fn
     warn_deprecated(

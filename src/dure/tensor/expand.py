@@ -1,19 +1,19 @@
-"""From what is legal on one axis to what is done on all of them.
+"""Choose a strategy for each axis of the mesh.
 
-For each mesh axis the strategy is chosen that costs least: the redistribution of the operands on
-that axis. Among equals the one wins that leaves the most operands as they are, then the one that
-comes first in the rule. Axes are chosen one after another, from the first; what has been chosen for
-earlier ones is what later ones see.
+For each mesh axis the strategy with the lowest cost is chosen: the cost of redistributing the
+operands on that axis. Among equal costs the strategy that moves the fewest operands wins, then the
+first one in the rule. Axes are decided one after another, from the first, given the placements
+chosen for earlier axes.
 
-So that results have the placements that torch gives them, costs are torch's (`price_of`), and two
-of torch's restrictions apply. Nothing is sharded where no operand is, on any axis: terms alone
-become replicated, though to scatter them would cost less. And no operand is exchanged or scattered
-into more parts than its dimension has elements, except beside one that is written and so keeps its
-placement; a replicated one may be cut so, which sends nothing.
+So that results get the placements that torch gives them, costs are torch's (`price_of`), and two of
+torch's restrictions apply. If no operand is sharded on any axis, none becomes sharded: Partial
+operands become replicated, although a reduce_scatter would cost less. And no operand is exchanged
+or scattered into more parts than its dimension has elements, unless another operand is written and
+so keeps its placement. A replicated operand may be cut that way, which sends nothing.
 
-An operator that writes one of its operands keeps its placement: only strategies that do, and give
-the result the same, are considered. If there is none, written operands may be moved, and are moved
-back (`movable`; planning.py): then the result must have the placement that the operand is moved to.
+An operand that is written keeps its placement: only strategies that keep it, and give the result
+the same placement, are considered. If there is none, written operands may be moved and are moved
+back (`movable`; planning.py); then the result must have the placement that the operand is moved to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 
 from dure.errors import PlacementError
-from dure.tensor.call import OpCall, Strategy, schema_of
+from dure.tensor.call import AxisStrategy, OpCall, schema_of
 from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.redistribute import price_of
 from dure.tensor.spec import DTensorSpec, mixes_reductions
@@ -33,12 +33,12 @@ Choice = tuple[tuple[tuple[Placement, ...], ...], tuple[tuple[Placement, ...], .
 """For each operand its placements, and for each result."""
 
 
-def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) -> Choice:
+def choose(call: OpCall, strategies: Sequence[AxisStrategy], movable: bool = False) -> Choice:
     """Choose a strategy for each axis.
 
     Args:
         call: The call.
-        strategies: What is legal on one axis, besides that all is replicated.
+        strategies: The valid strategies on one axis, without the fully replicated one.
         movable: Whether operands that are written may be moved.
 
     Raises:
@@ -49,13 +49,13 @@ def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) 
     fixed = written(call)
     dtypes = [spec.meta.dtype for spec in call.operands]
     dtypes += [None if meta is None else meta.dtype for meta in call.outputs]
-    whole = Strategy((Replicate(),) * len(operands), (Replicate(),) * len(results))
-    options = [*strategies, whole]
+    replicated = AxisStrategy((Replicate(),) * len(operands), (Replicate(),) * len(results))
+    options = [*strategies, replicated]
     if not any(p.is_shard() for spec in call.operands for p in spec.placements):
         options = [o for o in options if not any(p.is_shard() for p in o.inputs)]
     for axis in range(len(operands[0])):
         best: tuple[float, int, int] | None = None
-        chosen = whole
+        chosen = replicated
         for number, option in enumerate(options):
             if not _keeps(call, option, axis, fixed, movable):
                 continue
@@ -80,23 +80,25 @@ def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) 
     return tuple(map(tuple, operands)), tuple(map(tuple, results))
 
 
-_WRITTEN_UNSAID = {"aten.native_batch_norm.default": ("running_mean", "running_var")}
-"""What operators write though their schema does not say so."""
+_WRITTEN_IN_TRAINING = {"aten.native_batch_norm.default": ("running_mean", "running_var")}
+"""Arguments that operators write in training although their schema does not say so."""
 
 
 def written(call: OpCall) -> list[int]:
     """Return the numbers of the operands that the operator writes."""
     schema = schema_of(call.op)
-    unsaid = _WRITTEN_UNSAID.get(call.name, ())
-    if unsaid and not call.arg("training"):
-        unsaid = ()
+    hidden = _WRITTEN_IN_TRAINING.get(call.name, ())
+    if hidden and not call.arg("training"):
+        hidden = ()
     names = [schema.names[where] if isinstance(where, int) else where for where, _ in call.places]
-    return [n for n, name in enumerate(names) if name in schema.mutated or name in unsaid]
+    return [n for n, name in enumerate(names) if name in schema.mutated or name in hidden]
 
 
-def _keeps(call: OpCall, option: Strategy, axis: int, fixed: Sequence[int], movable: bool) -> bool:
-    """Tell whether an option leaves what is written where it is, results alike."""
-    if call.name in _WRITTEN_UNSAID:
+def _keeps(
+    call: OpCall, option: AxisStrategy, axis: int, fixed: Sequence[int], movable: bool
+) -> bool:
+    """Return whether an option keeps the placements of written operands and of their results."""
+    if call.name in _WRITTEN_IN_TRAINING:
         return all(option.inputs[n] == call.operands[n].placements[axis] for n in fixed)
     for place, number in enumerate(fixed):
         here = call.operands[number].placements[axis]
@@ -118,12 +120,12 @@ def _cost(
     specs: Sequence[DTensorSpec],
     chosen: Sequence[Sequence[Placement]],
     axis: int,
-    option: Strategy,
+    option: AxisStrategy,
     limited: bool,
 ) -> float:
-    """Return what it costs to bring the operands to an option's placements on one axis.
+    """Return the cost of redistributing the operands to an option's placements on one axis.
 
-    If `limited`, operands that would have to be cut into more parts than `_fits` allows cost inf.
+    If `limited`, cutting an operand into more parts than `_fits` allows costs inf.
     """
     total = 0.0
     for spec, placements, wanted in zip(specs, chosen, option.inputs, strict=True):
@@ -141,7 +143,7 @@ def _cost(
 
 
 def _fits(spec: DTensorSpec, placements: Sequence[Placement], dim: int) -> bool:
-    """Tell whether a dimension has an element for each part that placements make of it."""
+    """Return whether a dimension has at least one element for each part that placements make."""
     sizes = zip(spec.mesh.shape, placements, strict=True)
     return spec.shape[dim] >= math.prod(n for n, p in sizes if p.is_shard(dim))
 
@@ -149,9 +151,9 @@ def _fits(spec: DTensorSpec, placements: Sequence[Placement], dim: int) -> bool:
 def _unmovable(call: OpCall, axis: int, fixed: Sequence[int]) -> PlacementError:
     names = ", ".join(str(call.operands[number]) for number in fixed)
     return PlacementError(
-        f"{call.name} would have to move what it writes",
+        f"{call.name} would have to redistribute an operand that it writes",
         op=call.name,
-        seen=f"on mesh axis {axis}; it writes {names}, and is given "
+        seen=f"on mesh axis {axis}; it writes {names}; its operands are "
         + ", ".join(map(str, call.operands)),
         fix="Use the operator that returns a new tensor, or redistribute() first.",
     )

@@ -1,4 +1,4 @@
-"""Plain tensors beside DTensors, functions on parts, rules of users' own, context parallelism."""
+"""Implicit replication, functions on parts, custom sharding rules, and context parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dure.comm.pending import wait_tensor
 from dure.errors import MeshError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor import dispatch
-from dure.tensor.call import Op, OpCall, Strategy, schema_of
+from dure.tensor.call import AxisStrategy, Op, OpCall, schema_of
 from dure.tensor.context_parallel import (
     context_parallel,
     context_parallel_batch,
@@ -51,28 +51,39 @@ def local_map(
     """Return a function of DTensors that runs `func` on their parts.
 
     Args:
-        func: A function of plain tensors. Without it a decorator is returned.
-        out_placements: How each value that it returns lies, None for what is no tensor: a tuple
-            with one list for each, or one list for a single value.
-        in_placements: How each positional argument must lie, as a tuple; None for what is no
-            DTensor. Nothing is looked at without it.
-        in_grad_placements: How the gradient of each argument's part lies, where it is not as the
-            argument: a replicated one that ranks use differently has a gradient of terms,
-            ``[Partial()]``.
-        device_mesh: Of the results; that of the first DTensor where None.
-        redistribute_inputs: Bring arguments to `in_placements`; without it others raise.
+        func: A function of plain tensors. If None, a decorator is returned.
+        out_placements: The placements of the results: a tuple with one list for each result, None
+            for results that are not tensors; or one list for a single result.
+        in_placements: The required placements of the positional arguments: a tuple with one list
+            for each, None for arguments that are not DTensors. If None, placements are not checked.
+        in_grad_placements: The placements of the gradients of the arguments' parts, if they differ
+            from `in_placements`: ``[Partial()]`` for a replicated argument that the ranks use
+            differently.
+        device_mesh: The mesh of the results; if None, that of the first DTensor.
+        redistribute_inputs: Redistribute arguments to `in_placements` instead of raising.
 
     Returns:
-        The function. If it is called with plain tensors alone it is `func`.
+        The function. Called without DTensors it calls `func` directly.
 
     Raises:
-        PlacementError: An argument lies otherwise.
-        MeshError: An argument is of another mesh.
-        UsageError: Another number of placements than of arguments or results.
-        ShapeError: See `DTensor.from_local`, which wraps the results.
+        PlacementError: An argument does not have the required placements.
+        MeshError: The arguments are on different meshes.
+        UsageError: The number of placements differs from that of arguments or results.
+        ShapeError: As `DTensor.from_local`, which wraps the results.
 
     Collective:
-        What `func` calls, and redistributions.
+        The collectives of `func`, and redistributions.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, distribute_tensor, init_device_mesh
+        from dure.tensor.experimental import local_map
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        double = local_map(lambda part: 2 * part, [Shard(0)], ([Shard(0)],))
+        assert double(x).full_tensor().tolist() == [0.0, 2.0, 4.0, 6.0]
+        ```
     """
     if func is None:
         return functools.partial(
@@ -116,9 +127,10 @@ def _one_each(given: tuple[Placements, ...] | None, count: int, name: str) -> Se
         return (None,) * count
     if len(given) != count:
         raise UsageError(
-            f"{name} has one entry for each positional argument, None for what is no DTensor",
+            f"{name} must have one entry for each positional argument, None for those that are not "
+            "DTensors",
             op="local_map",
-            seen=f"{len(given)} for {count}",
+            seen=f"{len(given)} entries for {count} arguments",
         )
     return given
 
@@ -132,25 +144,25 @@ def _part(
     redistribute: bool,
     looked_at: bool,
 ) -> Any:
-    """Return what `func` is given for an argument."""
+    """Return the value that is passed to `func` for an argument."""
     if not isinstance(value, DTensor):
         if wanted is not None and not isinstance(value, torch.Tensor):
             raise UsageError(
-                "in_placements is None for what is no tensor",
+                "in_placements must be None for an argument that is not a tensor",
                 op="local_map",
                 seen=f"argument {number} is {value!r}",
             )
         return value
     if value.device_mesh != mesh:
         raise MeshError(
-            "the arguments of a local_map are of one mesh",
+            "the arguments are on different meshes",
             op="local_map",
-            seen=f"argument {number}: {value.device_mesh!r}, others: {mesh!r}",
+            seen=f"argument {number} on {value.device_mesh!r}, others on {mesh!r}",
         )
     if looked_at:
         if wanted is None:
             raise UsageError(
-                "in_placements says how each DTensor must lie",
+                "in_placements must have placements for each DTensor",
                 op="local_map",
                 seen=f"None for argument {number}, {value.spec}",
             )
@@ -158,7 +170,7 @@ def _part(
         if value.placements != target:
             if not redistribute:
                 raise PlacementError(
-                    "an argument does not lie as in_placements says",
+                    "an argument does not have the placements of in_placements",
                     op="local_map",
                     seen=f"argument {number} is {value.spec}, expected {target}",
                     fix="Redistribute it, or pass redistribute_inputs=True.",
@@ -175,16 +187,17 @@ def _wrapped(result: Any, mesh: DeviceMesh, placements: Any) -> Any:
         given = (given,)
     if len(given) != len(values):
         raise UsageError(
-            "out_placements has one entry for each result",
+            "out_placements must have one entry for each result",
             op="local_map",
-            seen=f"{len(given)} for {len(values)}",
+            seen=f"{len(given)} entries for {len(values)} results",
         )
     made: list[Any] = []
     for number, (value, where) in enumerate(zip(values, given, strict=True)):
         plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if not plain and (where is not None or isinstance(value, DTensor)):
             raise UsageError(
-                "a local_map returns plain tensors, and None is the placement of what is none",
+                "the function must return plain tensors, and out_placements must be None for other "
+                "results",
                 op="local_map",
                 seen=f"result {number} is {type(value).__name__}, its placements {where}",
             )
@@ -193,30 +206,37 @@ def _wrapped(result: Any, mesh: DeviceMesh, placements: Any) -> Any:
 
 
 def register_sharding(op: Op | list[Op]) -> Callable[..., Any]:
-    """Register the decorated function as the sharding rule of an operator, over any it has.
+    """Register the decorated function as the sharding rule of an operator, replacing any other.
 
-    The function takes the operator's arguments, with an object that has ``shape``, ``ndim`` and
-    ``placements`` in the place of each DTensor. It returns what is legal on one mesh axis: a list
-    of pairs, the placements of the results and those of the arguments, None for what is no tensor.
-    That all is replicated need not be said.
+    The function is called with the operator's arguments; each DTensor is replaced by an object with
+    ``shape``, ``ndim`` and ``placements``. It returns the valid placements on one mesh axis, as a
+    list of pairs: a list of the results' placements, and a list of the arguments' placements, with
+    None for arguments that are not tensors. Dimensions may count from the end: ``Shard(-1)``. The
+    fully replicated strategy is always valid and need not be listed.
+
+    Args:
+        op: The operator, or a list of operators.
+
+    Returns:
+        A decorator.
+
+    Raises:
+        UsageError: When the operator is called: a strategy with a wrong number of placements.
+        PlacementError: When the operator is called: a dimension that the tensor does not have.
+
+    Example:
+        ```python
+        from dure.tensor.experimental import register_sharding
 
         @register_sharding(torch.ops.aten._softmax.default)
         def softmax(x, dim, half_to_float):
             return [([Shard(d)], [Shard(d), None, None]) for d in range(x.ndim) if d != dim]
-
-    Args:
-        op: The operator, or several.
-
-    Dimensions may count from the end: ``Shard(-1)``.
-
-    Raises:
-        UsageError: When the operator is called: a strategy with other numbers of placements.
-        PlacementError: When the operator is called: a dimension that the tensor does not have.
+        ```
     """
     ops = op if isinstance(op, list) else [op]
 
     def register(strategies_of: Callable[..., Any]) -> Callable[..., Any]:
-        def strategies(call: OpCall) -> list[Strategy]:
+        def strategies(call: OpCall) -> list[AxisStrategy]:
             found = strategies_of(*call.args, **call.kwargs)
             return [_strategy(call, list(outputs), list(inputs)) for outputs, inputs in found]
 
@@ -227,14 +247,14 @@ def register_sharding(op: Op | list[Op]) -> Callable[..., Any]:
     return register
 
 
-def _strategy(call: OpCall, outputs: list[Any], inputs: list[Any]) -> Strategy:
-    """Return a strategy that was written in torch's way: placements of all that is given."""
+def _strategy(call: OpCall, outputs: list[Any], inputs: list[Any]) -> AxisStrategy:
+    """Return a strategy from the form of `register_sharding`: placements of all arguments."""
     slots = [one for arg in (*call.args, *call.kwargs.values()) for one in _entries(arg)]
     if len(inputs) < len(slots):  # arguments at the end may be left out
         inputs = [*inputs, *(None for _ in slots[len(inputs) :])]
     if len(inputs) > len(schema_of(call.op).names) + len(slots) or len(outputs) < len(call.outputs):
         raise UsageError(
-            "a strategy has a placement for each result and each argument",
+            "a strategy must have a placement for each result and each argument",
             op=call.name,
             seen=f"{outputs} and {inputs} for {len(call.outputs)} results",
         )
@@ -243,11 +263,11 @@ def _strategy(call: OpCall, outputs: list[Any], inputs: list[Any]) -> Strategy:
         if isinstance(slot, DTensorSpec):
             given.append(_of_user(placement, slot.ndim, call))
     made = [_of_user(one, _ndim(call, number), call) for number, one in enumerate(outputs)]
-    return Strategy(tuple(given), tuple(made))
+    return AxisStrategy(tuple(given), tuple(made))
 
 
 def _ndim(call: OpCall, number: int) -> int:
-    """Return how many dimensions a result has; 0 of what is no tensor."""
+    """Return the number of dimensions of a result; 0 if it is not a tensor."""
     meta = call.outputs[number] if number < len(call.outputs) else None
     return 0 if meta is None else len(meta.shape)
 
@@ -267,7 +287,7 @@ def _of_user(placement: Any, ndim: int, call: OpCall) -> Placement:
 
 
 def _entries(arg: Any) -> list[Any]:
-    """Return an argument as a list: those of a list of tensors, or itself."""
+    """Return the entries of a list of tensors, or any other argument in a list."""
     if isinstance(arg, (list, tuple)) and any(isinstance(one, DTensorSpec) for one in arg):
         return list(arg)  # pyright: ignore[reportUnknownArgumentType]
     return [arg]

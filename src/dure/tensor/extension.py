@@ -1,6 +1,6 @@
-"""Puts the extension csrc/dispatch/hits.cpp in the place of the functions that it is faster than.
+"""Replace functions of DTensor's dispatch by the faster ones of csrc/dispatch/hits.cpp.
 
-Those functions are the definition, and what runs if the extension was not built; see wrapping.py.
+The functions in Python are the definition, and run if the extension was not built; see wrapping.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _grad_in_python: property = DTensor.__dict__["grad"]
 
 
 def use_native(on: bool) -> None:
-    """Run hits in the extension if it was built, or in Python; tests compare the two."""
+    """Run hits in the extension if it was built, or in Python, so that tests can compare both."""
     on = on and native is not None
     DTensor.__torch_dispatch__ = (  # pyright: ignore[reportAttributeAccessIssue]
         classmethod(native.dispatch) if on and native is not None else _dispatch_in_python

@@ -1,7 +1,8 @@
-"""DTensors made from nothing: `ones`, `zeros`, `empty`, `full`, `rand`, `randn`.
+"""Factories of DTensors: `ones`, `zeros`, `empty`, `full`, `rand`, `randn`.
 
-Constant ones are made part by part. Random ones are those of the unsharded run: every rank draws
-the whole and keeps its part, so values do not depend on the mesh, and all generators go on alike.
+Each rank creates its part of a constant tensor. For random tensors every rank draws the full tensor
+and keeps its part: values are those of the unsharded run and do not depend on the mesh, and all
+generators end in the same state.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from dure.tensor.redistribute import redistribute
 from dure.tensor.spec import TensorMeta, as_placements, spec_of
 from dure.tensor.wrapping import wrap
 
-__all__ = ["Options", "empty", "full", "ones", "rand", "randn", "zeros"]
+__all__ = ["FactoryOptions", "empty", "full", "ones", "rand", "randn", "zeros"]
 
 Sizes = int | Sequence[int]
 
 
-class Options(TypedDict, total=False):
-    """What all factories take by keyword.
+class FactoryOptions(TypedDict, total=False):
+    """Keyword arguments of all factories.
 
     Attributes:
-        dtype: torch's default where None; that of the number for `full`.
-        layout: ``torch.strided``.
-        requires_grad: Whether autograd is to follow it.
-        device_mesh: The mesh; that of ``with mesh:`` where None.
-        placements: One for each axis; replicated where None.
+        dtype: The dtype; if None, torch's default dtype, and for `full` the dtype of the number.
+        layout: Must be ``torch.strided``.
+        requires_grad: Whether autograd records operators on the tensor.
+        device_mesh: The mesh; if None, the one of the enclosing ``with mesh:`` block.
+        placements: One placement per mesh axis; if None, all are Replicate.
     """
 
     dtype: torch.dtype | None
@@ -57,18 +58,18 @@ def _made(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Make each rank's part by itself, or draw the whole and keep this rank's part."""
+    """Create this rank's part, or draw the full tensor and keep this rank's part."""
     op = make.__name__
     if layout != torch.strided:
-        raise UsageError("a DTensor is strided", op=op, seen=f"{layout}")
+        raise UsageError("layout must be torch.strided", op=op, seen=f"{layout}")
     one = size[0] if len(size) == 1 else None
     shape = torch.Size(one if isinstance(one, Sequence) else size)  # pyright: ignore
     mesh = mesh_or_current(device_mesh, op)
     given = as_placements(placements, mesh, len(shape), op)
     if any(p.is_partial() for p in given):
         raise PlacementError(
-            "a tensor is not made as terms", op=op, seen=f"{given}",
-            fix="Use DTensor.from_local with Partial().",
+            "placements of a factory must be Shard or Replicate", op=op, seen=f"{given}",
+            fix="Use DTensor.from_local for Partial().",
         )  # fmt: skip
     spec = spec_of(mesh, given, TensorMeta.of(torch.empty(shape, dtype=dtype, device="meta")))
     kind: Any = {"dtype": spec.meta.dtype, "device": mesh.device_type}
@@ -76,68 +77,114 @@ def _made(
         local = make(spec.local_shape, *args, **kind)
     else:
         equal_along = [axis for axis, p in enumerate(given) if not p.is_shard()]
-        whole = drawn(mesh, lambda: make(shape, **kind), equal_along=equal_along)
+        values = drawn(mesh, lambda: make(shape, **kind), equal_along=equal_along)
         inside = spec.coordinate is not None
-        local = redistribute(whole, spec.replicated(), spec) if inside else whole.new_empty(0)
+        local = redistribute(values, spec.replicated(), spec) if inside else values.new_empty(0)
     return wrap(local, spec).requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
 
 
-def ones(*size: Sizes, **options: Unpack[Options]) -> DTensor:
+def ones(*size: Sizes, **options: Unpack[FactoryOptions]) -> DTensor:
     """Return a DTensor of ones.
 
     Args:
-        size: The whole tensor's shape, as numbers or one sequence.
-        options: dtype, layout, requires_grad, device_mesh, placements: see `Options`.
+        size: Shape of the full tensor, as numbers or one sequence.
+        options: Keyword arguments: `dtype` (torch's default if None), `layout` (torch.strided),
+            `requires_grad`, `device_mesh` (if None, that of the enclosing ``with mesh:`` block)
+            and `placements` (one per mesh axis; if None, all are Replicate).
+
+    Returns:
+        The DTensor.
 
     Raises:
+        MeshError: No mesh.
         PlacementError: `Partial`, or placements that do not fit.
+        UsageError: Another layout than torch.strided.
 
     Cost:
-        Memory and time of this rank's part; nothing is sent.
+        Memory and time of this rank's part; no communication.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, init_device_mesh, ones, rand
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = ones(4, 3, device_mesh=mesh, placements=[Shard(0)])
+        assert x.shape == (4, 3) and x.to_local().shape == (2, 3)
+        assert rand(4, 3, device_mesh=mesh, placements=[Shard(0)]).full_tensor().max() < 1
+        ```
     """
     return _made(torch.ones, size, **options)
 
 
-def zeros(*size: Sizes, **options: Unpack[Options]) -> DTensor:
-    """Return a DTensor of zeros; all else as `ones`."""
+def zeros(*size: Sizes, **options: Unpack[FactoryOptions]) -> DTensor:
+    """Return a DTensor of zeros.
+
+    Args:
+        size: Shape of the full tensor, as numbers or one sequence.
+        options: As for `ones`; so are results, errors and cost.
+    """
     return _made(torch.zeros, size, **options)
 
 
-def empty(*size: Sizes, **options: Unpack[Options]) -> DTensor:
-    """Return a DTensor without values yet; all else as `ones`."""
+def empty(*size: Sizes, **options: Unpack[FactoryOptions]) -> DTensor:
+    """Return an uninitialized DTensor.
+
+    Args:
+        size: Shape of the full tensor, as numbers or one sequence.
+        options: As for `ones`; so are results, errors and cost.
+    """
     return _made(torch.empty, size, **options)
 
 
-def full(size: Sizes, fill_value: complex, **options: Unpack[Options]) -> DTensor:
-    """Return a DTensor of one number; all else as `ones`.
+def full(size: Sizes, fill_value: complex, **options: Unpack[FactoryOptions]) -> DTensor:
+    """Return a DTensor filled with one number.
 
     Args:
-        size: The whole tensor's shape.
-        fill_value: The number.
-        options: As for `ones`.
+        size: Shape of the full tensor.
+        fill_value: The number; it determines the dtype if `dtype` is None.
+        options: As for `ones`; so are results, errors and cost.
     """
     options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
     return _made(torch.full, (size,), fill_value, **options)
 
 
-def rand(*size: Sizes, **options: Unpack[Options]) -> DTensor:
-    """Return uniform random numbers of [0, 1), those of the unsharded run.
+def rand(*size: Sizes, **options: Unpack[FactoryOptions]) -> DTensor:
+    """Return uniform random numbers in [0, 1), the same as in an unsharded run.
 
-    Args, Raises: as `ones`.
+    Args:
+        size: Shape of the full tensor, as numbers or one sequence.
+        options: As for `ones`.
+
+    Returns:
+        The DTensor. Values do not depend on mesh and placements if all ranks have the same seed.
+
+    Raises:
+        Desync: Generators of ranks along an axis that replicates the tensor are in different
+            states.
+        PlacementError: As for `ones`.
+
+    Collective:
+        All ranks of the mesh if an axis replicates the tensor: 16 bytes are compared.
 
     Cost:
-        Every rank draws the whole tensor, and has it in memory meanwhile; nothing is sent.
+        Every rank draws the full tensor, and temporarily has it in memory.
     """
     return _made(torch.rand, size, **options)
 
 
-def randn(*size: Sizes, **options: Unpack[Options]) -> DTensor:
-    """Return normal random numbers, those of the unsharded run; all else as `rand`."""
+def randn(*size: Sizes, **options: Unpack[FactoryOptions]) -> DTensor:
+    """Return normal random numbers (mean 0, variance 1), the same as in an unsharded run.
+
+    Args:
+        size: Shape of the full tensor, as numbers or one sequence.
+        options: As for `ones`; results, errors and cost are those of `rand`.
+    """
     return _made(torch.randn, size, **options)
 
 
 _options = [p for p in inspect.signature(_made).parameters.values() if p.kind is p.KEYWORD_ONLY]
-for _factory in (ones, zeros, empty, full, rand, randn):  # what help() shows
-    _own = inspect.signature(_factory)
-    _before = [p for p in _own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    setattr(_factory, "__signature__", _own.replace(parameters=[*_before, *_options]))  # noqa: B010
+for _factory in (ones, zeros, empty, full, rand, randn):  # help() shows the keyword arguments
+    _signature = inspect.signature(_factory)
+    _before = [p for p in _signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    _signature = _signature.replace(parameters=[*_before, *_options])
+    setattr(_factory, "__signature__", _signature)  # noqa: B010

@@ -1,7 +1,6 @@
-"""Collectives along one axis of a mesh, under the names that torch's DTensor has for them.
+"""Collectives along one axis of a mesh, under the names of torch's DTensor.
 
-Programs that place tensors by hand use them. Each is a collective of the axis's ranks; on a tensor
-of the meta device the first two do nothing.
+Each is a collective of the axis's ranks. On the meta device the first two do nothing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Names of parameters, which ranks compare when they reduce a gradient.
 
 Ranks that read `.grad` of different parameters of one shape would add gradients that do not belong
-together. A name is what every rank that runs the same program knows: the path within the module
+together. A name is the same on every rank that runs the same program: the path within the module
 that was distributed, and the class of the parameter's own module. It depends neither on the order
-in which modules are distributed nor on modules that one rank has alone.
+in which modules are distributed nor on modules that only one rank has.
 
-A name is an attribute of the parameter, so that it lives as long. Copies have none, nor does what
-`Module.to_empty` puts in a parameter's place.
+A name is an attribute of the parameter, so it lives as long as the parameter. Copies have no name,
+nor have the parameters that `Module.to_empty` creates.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NAMES = "_dure_names"
 def name_parameters(module: nn.Module) -> None:
     """Name all DTensors among the parameters of a module that has been distributed.
 
-    A parameter that is named several times keeps all names, in any order: one that modules share,
-    or one of a module that is distributed within another.
+    A parameter can have several names, in any order: if modules share it, or if its module is
+    distributed within another one.
     """
     for path, inner in module.named_modules():
         for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
@@ -39,6 +39,6 @@ def name_parameters(module: nn.Module) -> None:
 
 
 def name_of(parameter: torch.Tensor) -> str:
-    """Return a text that is the same on all ranks; "" if a parameter has no name."""
+    """Return a description of a parameter's gradient, the same on all ranks; "" without a name."""
     names: set[str] | None = getattr(parameter, _NAMES, None)
     return f"gradient of {', '.join(sorted(names))}" if names else ""

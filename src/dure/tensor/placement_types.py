@@ -1,15 +1,15 @@
-"""Placements: how a tensor lies along one axis of a mesh.
+"""Placements: how a tensor is distributed along one axis of a mesh.
 
 A DTensor has one placement for each mesh axis. They apply from left to right: axis 0 divides the
-tensor, axis 1 divides what each of its ranks has, and so on.
+tensor, axis 1 divides the part of each of its ranks, and so on.
 
-    Shard(dim)       the axis's ranks have consecutive parts of dimension `dim`, as torch.chunk cuts
-    Replicate()      each has the whole
-    Partial(op)      each has a term; the value is their sum (average, minimum, maximum, product)
+    Shard(dim)       ranks have consecutive parts of dimension `dim`, as torch.chunk cuts
+    Replicate()      each rank has the full tensor
+    Partial(op)      each rank has a term; the value is their sum (average, min, max, product)
 
-`StridedShard` comes out of operators, and users do not write it: a rank has a part of each of
-several runs. `MaskPartial` is a name of torch's, for the result of a lookup in a table sharded by
-rows; that is `Partial("sum")` here.
+`StridedShard` is a result of operators; users do not write it: a rank has a part of each of several
+runs. `MaskPartial` is torch's name for the result of a lookup in a table sharded by rows, which is
+`Partial("sum")` here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REDUCTIONS = ("sum", "avg", "min", "max", "product")
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (size, offset) of a part as torch.chunk cuts: full ones first, then short, empty."""
+    """Return (size, offset) of a part as torch.chunk cuts; the last parts may be short or empty."""
     full = -(-size // parts)
     offset = min(full * index, size)
     return min(full, size - offset), offset
@@ -64,40 +64,59 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Ten
 
 @dataclass(frozen=True)
 class Placement:
-    """How a tensor lies along one axis of a mesh; see the head of this file."""
+    """How a tensor is distributed along one axis of a mesh: Shard, Replicate or Partial."""
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Tell whether the axis cuts a dimension of the tensor: any, or `dim`."""
+        """Return whether the axis cuts a dimension of the tensor.
+
+        Args:
+            dim: The dimension; if None, any dimension.
+        """
         return isinstance(self, Shard) and (dim is None or self.dim == dim)
 
     def is_replicate(self) -> bool:
-        """Tell whether each rank has the whole."""
+        """Return whether each rank has the full tensor (or what other axes leave of it)."""
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Tell whether each rank has a term of a reduction: any, or `reduce_op`."""
+        """Return whether each rank has a term of a reduction.
+
+        Args:
+            reduce_op: The reduction; if None, any reduction.
+        """
         return isinstance(self, Partial) and (reduce_op is None or self.reduce_op == reduce_op)
 
 
 @dataclass(frozen=True, repr=False)
 class Shard(Placement):
-    """Ranks have consecutive parts of a dimension, which may be uneven or empty.
+    """Ranks have consecutive parts of a dimension, cut as torch.chunk does.
+
+    The last ranks may have shorter parts, or empty ones.
 
     Args:
-        dim: The dimension; negative ones count from the end, and are resolved when used.
+        dim: The dimension; a negative one counts from the end.
+
+    Raises:
+        PlacementError: `dim` is not an integer.
     """
 
     dim: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PlacementError("Shard takes the number of a dimension", seen=f"{self.dim!r}")
+            raise PlacementError("the dim of Shard must be an integer", seen=f"{self.dim!r}")
 
     @staticmethod
     def local_shard_size_and_offset(
         curr_local_size: int, num_chunks: int, rank: int
     ) -> tuple[int, int]:
-        """Return the size of part `rank` of `num_chunks`, and where it begins."""
+        """Return the size and the offset of part `rank` of `num_chunks`; torch's name.
+
+        Args:
+            curr_local_size: Size of the dimension.
+            num_chunks: Number of parts.
+            rank: Number of the part.
+        """
         return chunk(curr_local_size, num_chunks, rank)
 
     def _split_tensor(
@@ -108,7 +127,7 @@ class Shard(Placement):
         with_padding: bool = True,
         contiguous: bool = True,
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Return all parts of a tensor, and by how much each was padded; torch's name.
+        """Return all parts of a tensor and the padding of each; torch's name.
 
         Args:
             tensor: The full tensor.
@@ -133,8 +152,8 @@ class Shard(Placement):
 class StridedShard(Shard):
     """Ranks have a part of each of `split_factor` runs of a dimension.
 
-    It comes of flattening dimensions of which an inner one is cut, and of cutting a dimension by a
-    later axis first: FSDP over tensor parallelism is ``(StridedShard(0, split_factor=tp),
+    It results from flattening dimensions of which an inner one is cut, and from cutting a dimension
+    along a later axis first: FSDP over tensor parallelism is ``(StridedShard(0, split_factor=tp),
     Shard(0))``.
     """
 
@@ -153,7 +172,7 @@ class StridedShard(Shard):
         with_padding: bool = True,
         contiguous: bool = True,
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Return all parts of a tensor, and how much shorter than the longest each is.
+        """Return all parts of a tensor and the padding that each would need; torch's name.
 
         As in torch, the parts are not padded; the arguments are those of `Shard`.
         """
@@ -174,7 +193,7 @@ class StridedShard(Shard):
 
 @dataclass(frozen=True, repr=False)
 class Replicate(Placement):
-    """Each rank has the whole tensor."""
+    """Each rank has the full tensor, or the same part if another axis cuts it."""
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -189,6 +208,9 @@ class Partial(Placement):
 
     Args:
         reduce_op: "sum", "avg", "min", "max" or "product".
+
+    Raises:
+        PlacementError: Another reduction.
     """
 
     reduce_op: str = "sum"
@@ -207,7 +229,7 @@ class Partial(Placement):
 
 
 class MaskPartial(Partial):
-    """What torch returns for a lookup in a table sharded by rows; no operator returns it here."""
+    """torch's placement for a lookup in a table sharded by rows; no operator returns it here."""
 
 
 # Torch's names.

@@ -1,17 +1,18 @@
-"""Plain tensors beside DTensors: when they are taken as replicated, and the error otherwise.
+"""Plain tensors among DTensors: when they are taken as replicated, and the error otherwise.
 
-A plain tensor of the program may be any rank's own, so an operator refuses it. Taken as replicated
-are, whatever their values:
+The ranks may have different values in a plain tensor of the program, so operators refuse it. Taken
+as replicated, without a look at the values, are:
 
 - tensors of one element, which are numbers;
-- all, within `implicit_replication` (state.py), which operators that are decomposed also set;
+- all plain tensors within `implicit_replication` (state.py), which decompositions also set;
 - tensors whose values are not read: those on the meta device, and operands of `is_same_size`;
-- in backward, operands of an operator that a node of torch's own calls: the node has them from
+- in backward, operands of an operator that a built-in autograd node calls: the node got them from
   DTensors, from constants of its formula, and from a gradient that the program passed in full. A
-  node of a `torch.autograd.Function` in Python and a hook of a DTensor are the program's.
+  `torch.autograd.Function` in Python and a hook of a DTensor belong to the program.
 
-Lists of numbers and ranges as an index, as in ``x[[0, 2]]``, become replicated (`index_on`). A
-causal mask that torch makes within attention is refused with all others: pass the mask.
+Lists of numbers and ranges as an index, as in ``x[[0, 2]]``, become replicated (`index_on`). Plain
+tensors that a composite operator creates, such as the causal mask of attention, cannot be told
+from those of the program, and are refused like them.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ _LISTS = frozenset({list, range})
 _SAME_SIZE = torch.ops.aten.is_same_size.default
 _FIX_PLAIN = (
     "Make it a DTensor: distribute_tensor(t, mesh, placements) if all ranks have the full tensor, "
-    "DTensor.from_local if each has its part. Within "
-    "dure.tensor.experimental.implicit_replication() it is taken as replicated. If the program "
-    "has no such tensor, the operator made it: in attention with is_causal=True, pass attn_mask."
+    "DTensor.from_local if each has its part. If the program did not create it, an operator of "
+    "torch did, such as quantile or attention with is_causal=True: then it is the same on all "
+    "ranks, so call that operator within dure.tensor.experimental.implicit_replication(), which "
+    "takes plain tensors as replicated."
 )
 _FIX_UNSHARDED = (
     "It is the unsharded parameter of a fully_shard module: a forward with gradients that no "
@@ -52,9 +54,9 @@ _FIX_UNSHARDED = (
 
 
 def writes_plain(op: Op, operands: Sequence[Any], places: Sequence[Place]) -> bool:
-    """Return whether a plain tensor is written, and each DTensor is one number.
+    """Return whether a plain tensor is written, and each DTensor is a single number.
 
-    As in clipping, which scales gradients of both kinds by one factor.
+    This occurs in clipping, which scales plain gradients and DTensors by one factor.
     """
     schema, dtensor = schema_of(op), dtensor_type()
     return any(
@@ -99,9 +101,9 @@ def with_replicated(
             replaced.append(_replicated(tensor, specs[0].mesh))
             continue
         raise UsageError(
-            f"{op} is given a plain tensor beside DTensors",
+            f"{op} got a plain tensor together with DTensors",
             op=str(op),
-            seen=f"argument {name!r}, {tensor.dtype} {list(tensor.shape)}, beside "
+            seen=f"argument {name!r}, {tensor.dtype} {list(tensor.shape)}, together with "
             + ", ".join(map(str, specs)),
             fix=_FIX_UNSHARDED if tensor in unsharded else _FIX_PLAIN,
         )
@@ -116,7 +118,7 @@ def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
 
 
 def _is_in_formula() -> bool:
-    """Return whether a node of torch's own, in backward, calls the operator."""
+    """Return whether a built-in autograd node calls the operator, in backward."""
     node: Any = torch._C._current_autograd_node()  # pyright: ignore
     in_program = node is None or isinstance(node, BackwardCFunction) or state.in_hook.get()
     return not in_program
@@ -125,8 +127,8 @@ def _is_in_formula() -> bool:
 def index_on(mesh: DeviceMesh, index: Any) -> Any:
     """Return an index of a DTensor with replicated tensors in the place of lists of numbers.
 
-    A list of other things, such as slices, is an index for each dimension, as to torch. All else
-    stays as it is: a number, None, a tensor.
+    As in torch, a list that contains other entries, such as slices, is an index for each dimension.
+    Numbers, None and tensors stay as they are.
     """
 
     def replicated(numbers: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What is done for one kind of call: found by an operator's rule, and kept under its key.
+"""The plan of an operator call: derived from the operator's rule, and cached (dispatch.py).
 
-An operator that writes an operand keeps its placements. If no strategy of its rule does, the
-operand is moved, written, and its new values are moved back into the memory of its part: the
-tensor, its views and parts that the program has see the write, as they would for a plain tensor.
-Values go back to `Partial` as this rank's term of the full value; a product, and an average of
-integers, cannot: then the operator raises.
+An operator that writes an operand keeps the operand's placements. If no strategy of its rule does,
+the operand is redistributed, written, and the new values are redistributed back into the memory of
+its part. So the tensor, its views, and parts that the program holds see the write, as with a plain
+tensor. If the operand is `Partial`, each rank writes back its term of the new value; that is not
+possible for products and for averages of integers: then the operator raises.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OperatorPlan:
-    """What is done for one kind of call.
+    """How calls with one key are run.
 
     Attributes:
-        places: The argument that each operand is.
-        moves: For each operand its spec and the one that it must have, None if it has it.
-        restored: Numbers of the operands that are written and moved: values are moved back.
-        local: Runs in the operator's place, on the parts.
-        outputs: The spec of each result, None for results that are not tensors.
-        output: The spec of the only result, or those of several, if nothing is moved or written,
-            every operand is an argument by itself, and the rank is in the mesh.
-        written: Of an operator that writes, with one result: the number of the argument that it
-            returns.
-        returns: For each result the argument that it is; None for new ones.
-        is_view: Whether results should share memory with the first operand.
+        places: The position of each operand among the arguments.
+        moves: For each operand its spec and the required spec; None if they are equal.
+        restored: Numbers of the operands that are written after a redistribution; their values are
+            moved back.
+        local: Called on the parts instead of the operator.
+        outputs: The spec of each result; None for results that are not tensors.
+        output: For the fast path: the spec of the result, or those of several. None if an operand
+            is redistributed, written or in a list, or this rank is not in the mesh.
+        written: For the fast path of an operator that writes and has one result: the number of the
+            argument that it returns.
+        returns: For each result the position of the argument that is returned; None for new
+            tensors.
+        is_view: Whether results share memory with the first operand.
     """
 
     places: tuple[Place, ...]
@@ -66,11 +68,11 @@ class OperatorPlan:
 
 
 def make_plan(call: OpCall, found: Rule) -> OperatorPlan:
-    """Return what is done for calls of this kind.
+    """Return the plan of a call.
 
     Raises:
-        PlacementError: No strategy keeps the placements of what is written, and written values
-            cannot be moved back.
+        PlacementError: No strategy keeps the placements of the operands that are written, and
+            written values cannot be moved back.
     """
     restored: list[int] = []
     if found.all_axes:
@@ -125,18 +127,18 @@ def make_plan(call: OpCall, found: Rule) -> OperatorPlan:
 
 
 def _untraced(local: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the compiler out of a function, which is not always called by one that it skips."""
+    """Exclude a function from compilation; not all its callers are excluded."""
     return untraced_below(local) if isinstance(local, FunctionType) else local
 
 
 def place_of(call: OpCall, name: str | None) -> Place | None:
-    """Return where the operand is among the arguments that is the argument `name`, if any is."""
+    """Return the position of the argument `name`; None if it is not an operand."""
     number = None if name is None else call.operand(name)
     return None if number is None else call.places[number]
 
 
 def _nothing(kinds: Sequence[str], outputs: Sequence[DTensorSpec | None]) -> Callable[..., Any]:
-    """Return what a rank outside the mesh runs: it has no elements, and sends nothing."""
+    """Return the function of a rank outside the mesh: it returns empty parts and sends nothing."""
     is_list = len(kinds) == 1 and kinds[0].startswith("List")
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -165,9 +167,9 @@ def restore(
 
     Args:
         part: This rank's part, which is written.
-        spec: Of the tensor.
+        spec: The spec of the tensor.
         values: This rank's part of the new values.
-        moved: Their spec.
+        moved: The spec of the new values.
     """
     full = spec.replicated()
     if spec.partial:
@@ -176,7 +178,7 @@ def restore(
 
 
 def depends_on_values(call: OpCall) -> bool:
-    """Return whether the shape of a result depends on values, as of a selection by a mask."""
+    """Return whether the shape of a result depends on values, as with a mask as an index."""
     masked = any(spec.meta.dtype in (torch.bool, torch.uint8) for spec in call.operands[1:])
     return torch.Tag.dynamic_output_shape in call.op.tags and (
         masked or call.op is not torch.ops.aten.index.Tensor
@@ -184,7 +186,7 @@ def depends_on_values(call: OpCall) -> bool:
 
 
 def depends_on_default_dtype(call: OpCall) -> bool:
-    """Return whether results are of the default dtype, which a program may change."""
+    """Return whether the results have torch's default dtype, which a program may change."""
     named = call.has("dtype") and call.arg("dtype") is not None
     return (
         not named

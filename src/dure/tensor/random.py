@@ -1,19 +1,19 @@
-"""Random operators: the values of the unsharded run, whatever mesh and placements.
+"""Random operators: the values of the unsharded run, on every mesh and with all placements.
 
-Each rank draws the whole tensor, with the generator that one rank would use, and keeps its part:
-values are those of one rank bit for bit, and all generators are left as one rank leaves its own.
-That takes the time and, for a moment, the memory of the whole tensor on each rank.
+Each rank draws the full tensor from the generator that an unsharded run would use, and keeps its
+part. So values equal those of one rank bit for bit, and all generators end in the same state. The
+cost is the time and, temporarily, the memory of the full tensor on each rank.
 
-Where only the shape decides what is drawn (`normal_`, dropout's mask), no values are sent; where
-values do (probabilities), they are gathered.
+If the random values depend only on the shape (`normal_`, dropout's mask), nothing is sent; if they
+depend on an operand's values (probabilities), the operand is gathered.
 
-Ranks that have parts of one tensor may draw from generators in different states (each has a seed
-for its own data, say): the parts are then random, but not those of the unsharded run. Replicas
-would differ. So before a draw whose result is replicated along an axis of the mesh, the ranks along
-that axis compare a checksum of their states, as a rank may have drawn something by itself.
+Ranks with different parts of a tensor may draw from generators in different states, for instance
+with a seed per rank for data: the parts are random, but not those of the unsharded run. Replicas
+must not differ, though. So before a draw whose result is replicated along an axis of the mesh, the
+ranks along that axis compare a checksum of their generators' states.
 
-Threads: ranks that are threads of one process share torch's generator. The mesh's first rank reads
-its state, and each draws from that, one after another.
+Threads: ranks that are threads of one process share torch's generator. The first rank of the mesh
+reads its state, and the ranks draw from that state one after another.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ __all__ = ["drawn", "is_rng_supported_mesh", "manual_seed"]
 T = TypeVar("T")
 aten = torch.ops.aten
 R = Replicate()
-_turn = threading.Lock()
+_generator_lock = threading.Lock()
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
-    """Seed torch's generators, which random operators on DTensors draw from; torch's name.
+    """Seed torch's generators, from which random operators on DTensors draw; torch's name.
 
     Args:
-        seed: The seed. Ranks along an axis that replicates tensors need the same one.
-        device_mesh: A mesh that this rank is in.
+        seed: The seed. Ranks along an axis that replicates tensors need the same seed.
+        device_mesh: A mesh that contains this rank.
 
     Raises:
         NotInGroupError: This rank is not in the mesh.
@@ -75,16 +75,16 @@ def drawn(
     *,
     equal_along: Sequence[int],
 ) -> T:
-    """Return what `draw` makes.
+    """Return the result of `draw`, after a check of the generators' states.
 
     Args:
         mesh: The mesh.
-        draw: Draws the whole.
-        generator: What it draws from; torch's own where None.
-        equal_along: Axes of the mesh along which all ranks must draw the same.
+        draw: Draws the full tensor.
+        generator: The generator that it uses; torch's default generator if None.
+        equal_along: Axes of the mesh along which all ranks must draw the same values.
 
     Raises:
-        Desync: On all ranks: along such an axis generators are in different states.
+        Desync: On all ranks, if generators are in different states along such an axis.
 
     Collective:
         All ranks of the mesh.
@@ -93,32 +93,32 @@ def drawn(
         return draw()
     if generator is None and is_thread_rank():
         state = _common_state(mesh)
-        with _turn:
+        with _generator_lock:
             torch.default_generator.set_state(state)
             made = draw()
-        _meet(mesh)  # who goes on may seed the generator that others still draw from
+        _barrier(mesh)  # after it, a rank may seed the generator that others still used before
         return made
     _compare(mesh, torch.default_generator if generator is None else generator, equal_along)
     return draw()
 
 
 def _common_state(mesh: DeviceMesh) -> torch.Tensor:
-    """Return the state of the shared generator, as the mesh's first rank finds it."""
-    _meet(mesh)
+    """Return the state of the shared generator, as the first rank of the mesh reads it."""
+    _barrier(mesh)
     state = torch.default_generator.get_state()
     for axis in range(mesh.ndim):
         mesh.get_group(axis).broadcast(state, 0)
     return state
 
 
-def _meet(mesh: DeviceMesh) -> None:
+def _barrier(mesh: DeviceMesh) -> None:
     """Wait for all ranks of a mesh."""
     for axis in range(mesh.ndim):
         mesh.get_group(axis).barrier()
 
 
 def _compare(mesh: DeviceMesh, generator: torch.Generator, axes: Sequence[int]) -> None:
-    """Raise on all ranks of a mesh unless generators are in the same state along some axes.
+    """Raise on all ranks of a mesh if generators are in different states along some axes.
 
     Collective: all ranks of the mesh.
     Cost: one all_reduce of 16 bytes for each axis; none without `axes`.
@@ -154,8 +154,8 @@ def _compare(mesh: DeviceMesh, generator: torch.Generator, axes: Sequence[int]) 
         calls={rank: f"state {state}" for rank, state in states.items()},
         seen="; ".join(f"rank {rank}: state {state}" for rank, state in sorted(states.items())),
         fix=f"The result is replicated along the mesh's axis {along}: call torch.manual_seed with "
-        "one seed on the ranks along it. Draw what only some ranks need from a torch.Generator of "
-        "its own, or within torch.random.fork_rng().",
+        "the same seed on the ranks along it. Draw values that only some ranks need from a "
+        "separate torch.Generator, or within torch.random.fork_rng().",
     )
 
 
@@ -169,7 +169,7 @@ _BY_SHAPE: tuple[Op, ...] = (
     aten.randint_like.low_dtype, aten.randint_like.low_generator_dtype,
     aten.bernoulli.p,
 )  # fmt: skip
-"""Operators that look at their operand's shape, strides and dtype only."""
+"""Operators that read only the shape, strides and dtype of their operand."""
 _BY_VALUES: tuple[Op, ...] = (
     aten.bernoulli.default, aten.bernoulli.Tensor, aten.bernoulli_.Tensor, aten.poisson.default,
     aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor,
@@ -182,24 +182,24 @@ _BY_VALUES: tuple[Op, ...] = (
 
 @special(*_BY_SHAPE, *_BY_VALUES)
 def _run(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on whole tensors, and keep the parts of what it gave or wrote."""
+    """Run an operator on full tensors; keep the parts of results and of written operands."""
     schema = schema_of(op)
     named = {**dict(zip(schema.names, args, strict=False)), **kwargs}
     tensors: dict[str, DTensor] = {n: t for n, t in named.items() if isinstance(t, DTensor)}
     for name in schema.mutated:
         if tensors[name].spec.partial:
             raise PlacementError(
-                f"{op} cannot write terms of a reduction",
+                f"{op} cannot write a Partial tensor",
                 op=str(op),
                 seen=str(tensors[name].spec),
-                fix="Redistribute to Replicate() or Shard first.",
+                fix="Redistribute it to Replicate() or Shard() first.",
             )
     by_shape = op in _BY_SHAPE
-    wholes = {n: _blank(t) if by_shape else _whole(t) for n, t in tensors.items()}
+    full = {n: _empty_full(t) if by_shape else _gathered(t) for n, t in tensors.items()}
     first = next(iter(tensors.values()))
     names = schema.names[: len(args)]
-    given = [wholes.get(name, named[name]) for name in names]
-    rest = {name: wholes.get(name, value) for name, value in kwargs.items()}
+    given = [full.get(name, named[name]) for name in names]
+    rest = {name: full.get(name, value) for name, value in kwargs.items()}
     mesh = first.spec.mesh
     written = [tensors[name].spec.placements for name in schema.mutated]
     if None in schema.returned:
@@ -209,7 +209,7 @@ def _run(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         mesh, lambda: op(*given, **rest), named.get("generator"), equal_along=equal_along
     )
     for name in schema.mutated:
-        tensors[name].part.copy_(_part(wholes[name], mesh, tensors[name].spec.placements))
+        tensors[name].part.copy_(_part(full[name], mesh, tensors[name].spec.placements))
     if any(schema.returned):
         return tensors[str(schema.returned[0])]
     results = [_wrapped(one, first) for one in (result if isinstance(result, tuple) else [result])]
@@ -217,40 +217,40 @@ def _run(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _placements_of(op: Op, tensors: Sequence[DTensor]) -> tuple[Placement, ...]:
-    """Return where the results of an operator will be: as its first operand, or replicated."""
+    """Return the placements of an operator's results: those of its first operand, or replicated."""
     spec = tensors[0].spec
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     same = op is not aten.multinomial.default and shape == spec.shape
     return tuple(p if same and not p.is_partial() else R for p in spec.placements)
 
 
-def _blank(tensor: DTensor) -> torch.Tensor:
-    """Return a tensor like the whole, whose values are anything."""
+def _empty_full(tensor: DTensor) -> torch.Tensor:
+    """Return a tensor with shape and strides of the full tensor, uninitialized."""
     meta = tensor.spec.meta
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.part.device)
 
 
-def _whole(tensor: DTensor) -> torch.Tensor:
-    """Return the whole tensor with the strides of one rank's; it may be written."""
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    """Return the full tensor with the strides of the spec, in memory that may be written."""
     spec = tensor.spec
-    whole = redistribute(tensor.part, spec, spec.with_placements([R] * spec.mesh.ndim))
-    return _blank(tensor).copy_(whole) if whole.shape == spec.shape else _blank(tensor)
+    full = redistribute(tensor.part, spec, spec.replicated())
+    return _empty_full(tensor).copy_(full) if full.shape == spec.shape else _empty_full(tensor)
 
 
-def _part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """Return this rank's part of a whole tensor."""
+def _part(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """Return this rank's part of a full tensor."""
     if mesh.get_coordinate() is None:
-        return whole.new_empty(0)
-    spec = spec_of(mesh, (R,) * mesh.ndim, TensorMeta.of(whole))
-    return redistribute(whole, spec, spec.with_placements(placements))
+        return full.new_empty(0)
+    spec = spec_of(mesh, (R,) * mesh.ndim, TensorMeta.of(full))
+    return redistribute(full, spec, spec.with_placements(placements))
 
 
-def _wrapped(whole: torch.Tensor, first: DTensor) -> DTensor:
-    """Return a result as a DTensor: cut as the first operand is, if it has its shape."""
+def _wrapped(full: torch.Tensor, first: DTensor) -> DTensor:
+    """Return a result as a DTensor: sharded as the first operand, if it has its shape."""
     spec = first.spec
-    same = whole.shape == spec.shape
+    same = full.shape == spec.shape
     placements = tuple(p if same and not p.is_partial() else R for p in spec.placements)
-    part = _part(whole, spec.mesh, placements)
-    if part.numel() < whole.numel():
-        part = part.clone()  # what it is a part of is freed
-    return wrap(part, spec_of(spec.mesh, placements, TensorMeta.of(whole)))
+    part = _part(full, spec.mesh, placements)
+    if part.numel() < full.numel():
+        part = part.clone()  # a view would keep the full tensor alive
+    return wrap(part, spec_of(spec.mesh, placements, TensorMeta.of(full)))

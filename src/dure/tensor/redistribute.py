@@ -1,25 +1,26 @@
-"""From one list of placements to another: a plan of steps, each along one axis.
+"""Redistribution: from one list of placements to another, by steps along one axis each.
 
-A step is one collective of the axis's group, or none:
+A step is one collective of the axis's group, or is local:
 
-    slice            R    -> S(d)    each keeps its part
-    split            R    -> P       of an average, maximum or minimum each keeps all; of a sum each
-                                     gets an equal share if that is exact, else the first rank keeps
-                                     all and the others get zeros
+    slice            R    -> S(d)    each rank keeps its part
+    split            R    -> P       avg, max, min: each rank keeps the tensor; sum: each rank gets
+                                     an equal share if that is exact, else the first rank keeps the
+                                     tensor and the others get zeros
     all_gather       S(d) -> R
     all_to_all       S(d) -> S(e)
     all_reduce       P    -> R
     reduce_scatter   P    -> S(d)
 
 A cut can be undone only while it is the last one through its dimension (note "Order of cuts" in
-spec.py): what an axis gathers are the parts that it made. The plan is the cheapest way through the
-states that such steps reach, found by Dijkstra's algorithm; a step costs the bytes that a rank
-receives, and what a collective costs however short it is. Plans depend on nothing but the two
-lists, the mesh and the shape, so all ranks make the same one; they are made once and kept.
+spec.py): an axis gathers the parts that it made. The plan is the cheapest path through the states
+that such steps reach, found by Dijkstra's algorithm. A step costs the bytes that a rank receives
+plus a latency per collective. Plans depend only on the two lists, the mesh and the shape, so all
+ranks compute the same plan; plans are cached.
 
-Ranks that mean different tensors would move bytes that do not belong together. So the collectives
-of a redistribution are *about* it (comm/call.py): ranks compare what they are about with the rest
-of the call, and differences are a `Desync` that tells everybody's tensor, placements and line.
+Ranks that redistribute different tensors would exchange bytes that do not belong together. So each
+collective of a redistribution carries a description of it (`about` in comm/call.py), which ranks
+compare like the other arguments of a call. A difference raises `Desync` with the tensor, placements
+and line of each rank.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ from dure.tensor.spec import Cut, DTensorSpec, cuts_of
 from dure.trace import hooks
 
 __all__ = [
-    "Plan",
-    "Step",
+    "RedistributionPlan",
+    "RedistributionStep",
     "all_reduce_of",
     "can_be_split",
+    "execution_plan_of",
     "parts_along",
     "pieces_of",
     "plan_of",
@@ -69,13 +71,12 @@ __all__ = [
     "redistribute",
     "running",
     "term_of",
-    "way_of",
 ]
 
 _LATENCY_BYTES = 30_000
-"""What a collective costs however short it is, as bytes: some 3 us at 10 GB/s."""
+"""The latency of a collective, as bytes: some 3 us at 10 GB/s."""
 _SLICE_BYTES = 1
-"""Slicing and splitting cost a little, so that it is not done for nothing."""
+"""The cost of slicing and splitting: above 0, so that plans have no needless steps."""
 
 _OPS = {
     "sum": ReduceOp.SUM,
@@ -97,19 +98,19 @@ class Move(Enum):
     REDUCE_SCATTER = "reduce_scatter"
 
 
-_ALONE = (Move.SLICE, Move.SPLIT)
-"""Steps for which nothing is sent."""
+_LOCAL = (Move.SLICE, Move.SPLIT)
+"""Steps that send nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RedistributionStep:
     """One step of a plan.
 
     Attributes:
-        move: What is done.
-        axis: Along which axis.
-        before, after: The specs around it.
-        nbytes: What this rank receives.
+        move: The kind of step.
+        axis: The mesh axis.
+        before, after: The specs before and after the step.
+        nbytes: Bytes that this rank receives.
     """
 
     move: Move
@@ -125,15 +126,15 @@ class Step:
         return names[self.axis] if names else f"axis {self.axis}"
 
     def __str__(self) -> str:
-        way = f"{self.before.placements[self.axis]} -> {self.after.placements[self.axis]}"
-        return f"{self.move.value} along {self.axis_name}: {way}, {self.nbytes} bytes"
+        change = f"{self.before.placements[self.axis]} -> {self.after.placements[self.axis]}"
+        return f"{self.move.value} along {self.axis_name}: {change}, {self.nbytes} bytes"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RedistributionPlan:
     """Steps in their order."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RedistributionStep, ...]
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps)) or "nothing to do"
@@ -141,11 +142,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Placements, with the cuts of each dimension in their order.
+    """A node of the search: placements, with the cuts of each dimension in their order.
 
     Attributes:
-        terms: For each axis its Partial, or None.
-        cuts: For each dimension.
+        terms: For each axis its Partial placement, or None.
+        cuts: For each dimension its cuts.
     """
 
     terms: tuple[Partial | None, ...]
@@ -166,7 +167,7 @@ class _State:
         return tuple(found)
 
     def with_cut(self, dim: int, cut: Cut) -> _State:
-        """Cut a dimension once more; the axis's term, if it had one, is gone."""
+        """Cut a dimension once more; the axis is no longer Partial."""
         cuts = list(self.cuts)
         cuts[dim] = (*cuts[dim], cut)
         terms = list(self.terms)
@@ -186,7 +187,7 @@ class _State:
         return _State((*self.terms[:axis], term, *self.terms[axis + 1 :]), self.cuts)
 
     def local_numel(self, shape: Sequence[int], sizes: Sequence[int]) -> int:
-        """Return how many elements the first rank has, who has most."""
+        """Return the number of elements of the first rank, which has the most."""
         total = 1
         for size, cuts in zip(shape, self.cuts, strict=True):
             left = size
@@ -196,13 +197,14 @@ class _State:
         return total
 
 
-Found = tuple[Move, int, "_State", float]
+Transition = tuple[Move, int, "_State", float]
+"""A step, its axis, the state after it, and its cost."""
 
 
 def _next_states(
     state: _State, target: _State, shape: Sequence[int], sizes: Sequence[int], itemsize: int
-) -> Iterator[Found]:
-    """Yield what can be done next: the step, its axis, the state after it, and its cost."""
+) -> Iterator[Transition]:
+    """Yield the steps that are possible in a state."""
     wanted = {cut.axis: (dim, cut) for dim, cuts in enumerate(target.cuts) for cut in cuts}
     cut_axes = {cut.axis for cuts in state.cuts for cut in cuts}
     here = state.local_numel(shape, sizes) * itemsize
@@ -229,22 +231,23 @@ def _next_states(
             continue
         last = cuts[-1]
         axis, n = last.axis, sizes[last.axis]
-        whole = state.without_cut(dim)
-        gathered = whole.local_numel(shape, sizes) * itemsize
-        yield Move.ALL_GATHER, axis, whole, _LATENCY_BYTES + (n - 1) / n * gathered
+        uncut = state.without_cut(dim)
+        gathered = uncut.local_numel(shape, sizes) * itemsize
+        yield Move.ALL_GATHER, axis, uncut, _LATENCY_BYTES + (n - 1) / n * gathered
         if axis in wanted and last.runs == 1:
             to, cut = wanted[axis]
             if to != dim and cut.runs == 1:
-                moved = whole.with_cut(to, cut)
+                moved = uncut.with_cut(to, cut)
                 yield Move.ALL_TO_ALL, axis, moved, _LATENCY_BYTES + (n - 1) / n * here
 
 
 @lru_cache(maxsize=1 << 14)
-def plan_of(source: DTensorSpec, target: DTensorSpec) -> Plan:
-    """Return the cheapest way from one spec to another of the same tensor and mesh.
+def plan_of(source: DTensorSpec, target: DTensorSpec) -> RedistributionPlan:
+    """Return the cheapest plan from one spec to another of the same tensor and mesh.
 
     Raises:
-        PlacementError: The target has terms of a reduction where the source has none.
+        PlacementError: The target is Partial along an axis where the source is not, and cannot be
+            split into such terms.
     """
     mesh = source.mesh
     sizes, shape = mesh.shape, source.shape
@@ -255,8 +258,8 @@ def plan_of(source: DTensorSpec, target: DTensorSpec) -> Plan:
             and not (old.is_replicate() and can_be_split(new, source.meta.dtype))
         ):
             raise PlacementError(
-                "only a replicated tensor can be split into terms: of sum, max or min, and of avg "
-                "if it has no integers",
+                "this redistribution to Partial is not possible: only a replicated tensor can be "
+                "split into terms, of sum, max, min, or avg of floats",
                 op="redistribute",
                 seen=f"{old} -> {new} on axis {axis}",
                 fix="Redistribute to Replicate or Shard.",
@@ -264,7 +267,7 @@ def plan_of(source: DTensorSpec, target: DTensorSpec) -> Plan:
     start, end = _State.of(source), _State.of(target)
     itemsize = source.meta.dtype.itemsize
     best: dict[_State, float] = {start: 0.0}
-    came: dict[_State, tuple[_State, Move, int]] = {}
+    previous: dict[_State, tuple[_State, Move, int]] = {}
     pushed = itertools.count()
     queue: list[tuple[float, int, _State]] = [(0.0, next(pushed), start)]
     while queue:
@@ -276,36 +279,41 @@ def plan_of(source: DTensorSpec, target: DTensorSpec) -> Plan:
         for move, axis, after, step_cost in _next_states(state, end, shape, sizes, itemsize):
             if cost + step_cost < best.get(after, math.inf):
                 best[after] = cost + step_cost
-                came[after] = (state, move, axis)
+                previous[after] = (state, move, axis)
                 heapq.heappush(queue, (cost + step_cost, next(pushed), after))
     if end not in best:
-        raise InternalError("no way was found", seen=f"{source} -> {target}")
-    return Plan(tuple(_steps_back(came, start, end, source)))
+        raise InternalError("no plan was found", seen=f"{source} -> {target}")
+    return RedistributionPlan(tuple(_steps_to(end, start, previous, source)))
 
 
-def _steps_back(
-    came: dict[_State, tuple[_State, Move, int]], start: _State, end: _State, spec: DTensorSpec
-) -> list[Step]:
-    steps: list[Step] = []
+def _steps_to(
+    end: _State,
+    start: _State,
+    previous: dict[_State, tuple[_State, Move, int]],
+    spec: DTensorSpec,
+) -> list[RedistributionStep]:
+    """Return the steps from `start` to `end`, collected backward from the end."""
+    steps: list[RedistributionStep] = []
     state = end
     sizes = spec.mesh.shape
     while state != start:
-        previous, move, axis = came[state]
-        before = spec.with_placements(previous.placements(sizes))
+        earlier, move, axis = previous[state]
+        before = spec.with_placements(earlier.placements(sizes))
         after = spec.with_placements(state.placements(sizes))
         n, itemsize = sizes[axis], spec.meta.dtype.itemsize
-        whole = max(math.prod(before.local_shape), math.prod(after.local_shape)) * itemsize
-        nbytes = 0 if move in _ALONE else whole * (n - 1) // n
+        larger = max(math.prod(before.local_shape), math.prod(after.local_shape)) * itemsize
+        nbytes = 0 if move in _LOCAL else larger * (n - 1) // n
         nbytes = 2 * nbytes if move is Move.ALL_REDUCE else nbytes
-        steps.append(Step(move, axis, before, after, nbytes))
-        state = previous
+        steps.append(RedistributionStep(move, axis, before, after, nbytes))
+        state = earlier
     return steps[::-1]
 
 
 def can_be_split(term: Placement, dtype: torch.dtype) -> bool:
-    """Tell whether a replicated tensor can become terms of this reduction.
+    """Return whether a replicated tensor can be split into terms of this reduction.
 
-    Integers cannot become an average: the sum of equal numbers may wrap before it is divided.
+    Integers cannot become Partial("avg"): the sum of equal numbers may overflow before it is
+    divided.
     """
     exact = not (dtype.is_floating_point or dtype.is_complex)
     refused = ("product", "avg") if exact else ("product",)
@@ -313,11 +321,11 @@ def can_be_split(term: Placement, dtype: torch.dtype) -> bool:
 
 
 def price_of(source: DTensorSpec, target: DTensorSpec) -> float:
-    """Return what a redistribution costs by torch's estimate, in us; inf if it is not possible.
+    """Return torch's estimate of the cost of a redistribution, in us; inf if it is not possible.
 
-    Rules are chosen by it, so that operators have torch's placements. Torch takes collectives to be
-    rings, and counts the bytes of even parts. An exchange costs 1 us more than an all_gather of as
-    many bytes.
+    Strategies are chosen by it, so that results get the placements that torch gives them. Torch
+    models collectives as rings and counts the bytes of even parts. An all_to_all costs 1 us more
+    than an all_gather of as many bytes.
     """
     if source is target:
         return 0.0
@@ -327,7 +335,7 @@ def price_of(source: DTensorSpec, target: DTensorSpec) -> float:
         return math.inf
     total = 0.0
     for step in steps:
-        if step.move in _ALONE:
+        if step.move in _LOCAL:
             continue
         n, here = source.mesh.shape[step.axis], math.prod(source.shape) * source.meta.dtype.itemsize
         for size, before, after in zip(
@@ -340,10 +348,10 @@ def price_of(source: DTensorSpec, target: DTensorSpec) -> float:
     return total
 
 
-# ---- doing it ------------------------------------------------------------------------------------
+# ---- execution -----------------------------------------------------------------------------------
 
-running: ContextVar[Step | None] = ContextVar("dure_step", default=None)
-"""The step whose collective runs, for those who trace it."""
+running: ContextVar[RedistributionStep | None] = ContextVar("dure_step", default=None)
+"""The step whose collective runs, for hooks that trace collectives."""
 
 
 def redistribute(
@@ -353,30 +361,30 @@ def redistribute(
     async_op: bool = False,
     name: str = "",
 ) -> torch.Tensor:
-    """Return this rank's part after a redistribution; `local` itself where nothing is to be done.
+    """Return this rank's part after a redistribution; `local` itself if no step is needed.
 
-    Where the whole is no row-major tensor but, say, a transposed one, so is what is returned: views
-    of the result are then views of the parts.
+    The result keeps the order of the full tensor's dimensions in memory. If it is a transposed
+    tensor, for instance, views of the result are possible as views of the parts.
 
     Args:
         local: This rank's part before.
         source, target: Specs of the same tensor, on one mesh.
-        async_op: Whether the last step may be under way when this returns; who uses its values
-            waits (comm/pending.py).
+        async_op: Return while the last step runs; the first use of the values waits
+            (comm/pending.py).
         name: The name of the parameter, which ranks compare; "" if it has none.
 
     Collective:
         All ranks of the mesh, in the same order.
 
     Raises:
-        Desync: Ranks redistribute other tensors, as far as spec and name tell them apart.
+        Desync: Ranks redistribute tensors with different specs or names.
     """
     if source is target or source.coordinate is None:
         return local
-    steps, order, back, subject = way_of(source, target)
+    steps, order, back, subject = execution_plan_of(source, target)
     if not steps:
         return local
-    if local.is_meta:  # it has no values, and nothing is sent
+    if local.is_meta:  # there are no values to send
         return local.new_empty(target.local_shape)
     if order is not None:
         local = local.permute(order)
@@ -391,34 +399,48 @@ def redistribute(
     return local if back is None else local.permute(back)
 
 
-class Way(NamedTuple):
-    """A plan as it is run: in the order in which the whole tensor's dimensions lie in memory."""
+class ExecutionPlan(NamedTuple):
+    """A plan for a tensor whose dimensions are in another order in memory.
 
-    steps: tuple[Step, ...]
+    Attributes:
+        steps: The steps on the permuted tensor, which is row-major.
+        order: The permutation before the first step; None if the tensor is row-major.
+        back: The permutation after the last step.
+        subject: The description that ranks compare.
+    """
+
+    steps: tuple[RedistributionStep, ...]
     order: tuple[int, ...] | None
     back: tuple[int, ...] | None
     subject: Subject
 
 
 @lru_cache(maxsize=1 << 14)
-def way_of(source: DTensorSpec, target: DTensorSpec) -> Way:
-    """Return how one spec is brought to another."""
-    order, back, lies = source.order, None, ""
+def execution_plan_of(source: DTensorSpec, target: DTensorSpec) -> ExecutionPlan:
+    """Return the steps from one spec to another, with the permutations around them."""
+    order, back, memory_order = source.order, None, ""
     to = ", ".join(map(str, target.placements))
     if order is not None:
         back = tuple(order.index(dim) for dim in range(len(order)))
-        lies = f" in the order {order}"
-    subject = subject_of(f"{source}{lies} to ({to}) on {source.mesh!r}")
+        memory_order = f" in the order {order}"
+    subject = subject_of(f"{source}{memory_order} to ({to}) on {source.mesh!r}")
     if order is not None:
         source, target = source.permuted(order), target.permuted(order)
-    return Way(plan_of(source, target).steps, order, back, subject)
+    return ExecutionPlan(plan_of(source, target).steps, order, back, subject)
 
 
 def all_reduce_of(
     spec: DTensorSpec, axes: Iterable[int], tensor: torch.Tensor, op: ReduceOp
 ) -> None:
-    """Reduce, in place and along some axes, what ranks have computed of a tensor of this spec."""
-    about(way_of(spec, spec).subject)
+    """All-reduce a tensor in place along some axes.
+
+    Args:
+        spec: The spec of the operand for which the tensor was computed; ranks compare it.
+        axes: The mesh axes.
+        tensor: The tensor.
+        op: The reduction.
+    """
+    about(execution_plan_of(spec, spec).subject)
     try:
         for axis in axes:
             group = spec.mesh.get_group(axis)
@@ -430,9 +452,11 @@ def all_reduce_of(
         about(NOTHING)
 
 
-def _run(step: Step, local: torch.Tensor, async_op: bool, own: bool) -> torch.Tensor:
+def _run(
+    step: RedistributionStep, local: torch.Tensor, async_op: bool, is_temporary: bool
+) -> torch.Tensor:
     if step.move is Move.SLICE:
-        return _own_part(step, local, own)
+        return _sliced(step, local, is_temporary)
     if step.move is Move.SPLIT:
         return term_of(local, step.after, step.axis)
     if not hooks:
@@ -444,8 +468,8 @@ def _run(step: Step, local: torch.Tensor, async_op: bool, own: bool) -> torch.Te
         running.reset(token)
 
 
-def _move(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:
-    if step.before.mesh.shape[step.axis] == 1:  # a copy, which may be written like what is moved
+def _move(step: RedistributionStep, local: torch.Tensor, async_op: bool) -> torch.Tensor:
+    if step.before.mesh.shape[step.axis] == 1:  # a copy: the result has its own memory
         return local.clone(memory_format=torch.contiguous_format)
     group = step.before.mesh.get_group(step.axis)
     match step.move:
@@ -466,7 +490,7 @@ def _started(what: maps.Map, local: torch.Tensor, async_op: bool) -> torch.Tenso
     return output if work is None else pending(output, work)
 
 
-def _op(step: Step) -> ReduceOp:
+def _op(step: RedistributionStep) -> ReduceOp:
     term = step.before.placements[step.axis]
     assert isinstance(term, Partial)
     return _OPS[term.reduce_op]
@@ -474,7 +498,7 @@ def _op(step: Step) -> ReduceOp:
 
 @lru_cache(maxsize=1 << 14)
 def _last_cut(spec: DTensorSpec, axis: int) -> tuple[int, Cut]:
-    """Return the dimension that an axis cuts, and the cut, which is the last through it."""
+    """Return the dimension that an axis cuts, and the cut, which must be the last one."""
     placement = spec.placements[axis]
     assert isinstance(placement, Shard)
     cut = cuts_of(spec.placements, spec.mesh.shape, placement.dim)[-1]
@@ -482,11 +506,11 @@ def _last_cut(spec: DTensorSpec, axis: int) -> tuple[int, Cut]:
     return placement.dim, cut
 
 
-when_left.extend(table.cache_clear for table in (plan_of, way_of, _last_cut))
+when_left.extend(table.cache_clear for table in (plan_of, execution_plan_of, _last_cut))
 
 
 def parts_along(size: int, cut: Cut, n: int) -> list[list[tuple[int, int]]]:
-    """Return for each rank of an axis its runs of a dimension, as (length, offset)."""
+    """Return the runs of a dimension that each rank of an axis has, as (length, offset)."""
     found: list[list[tuple[int, int]]] = []
     for index in range(n):
         runs: list[tuple[int, int]] = []
@@ -498,15 +522,15 @@ def parts_along(size: int, cut: Cut, n: int) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _own_part(step: Step, local: torch.Tensor, copied: bool) -> torch.Tensor:
+def _sliced(step: RedistributionStep, local: torch.Tensor, is_temporary: bool) -> torch.Tensor:
     dim, cut = _last_cut(step.after, step.axis)
     n = step.after.mesh.shape[step.axis]
     coordinate = step.after.coordinate
     assert coordinate is not None
     runs = parts_along(local.shape[dim], cut, n)[coordinate[step.axis]]
     pieces = pieces_of(local, dim, runs)
-    # What was moved here is let go of; of the caller's tensor a view will do.
-    return torch.cat(pieces, dim) if copied or len(pieces) > 1 else pieces[0].contiguous()
+    # A view would keep a temporary tensor alive; the caller's tensor lives anyway.
+    return torch.cat(pieces, dim) if is_temporary or len(pieces) > 1 else pieces[0].contiguous()
 
 
 def pieces_of(
@@ -517,14 +541,14 @@ def pieces_of(
 
 
 _DIVIDED = (torch.float32, torch.float64, torch.bfloat16)
-"""Dtypes of which each rank has an equal share of a sum.
+"""Dtypes for which each rank gets an equal share of a sum.
 
-Float16 would lose bits of small values, and complex infinities would become NaN.
+With float16 small values would lose bits; with complex numbers infinities would become NaN.
 """
 
 
 def term_of(local: torch.Tensor, spec: DTensorSpec, axis: int) -> torch.Tensor:
-    """Return this rank's term of what all ranks of an axis have; see the head of this file."""
+    """Return this rank's term of a tensor that is replicated along an axis (step *split*)."""
     n, coordinate = spec.mesh.shape[axis], spec.coordinate
     assert coordinate is not None
     if not spec.placements[axis].is_partial("sum") or n == 1:
@@ -535,12 +559,12 @@ def term_of(local: torch.Tensor, spec: DTensorSpec, axis: int) -> torch.Tensor:
 
 
 def _split(tensor: torch.Tensor, dim: int, n: int) -> list[torch.Tensor]:
-    """Return views of `n` parts, as torch.chunk cuts, but always `n`."""
+    """Return views of the parts that torch.chunk would cut, with empty ones up to `n`."""
     return pieces_of(tensor, dim, [chunk(tensor.shape[dim], n, index) for index in range(n)])
 
 
 def _all_gather(
-    step: Step, local: torch.Tensor, group: ProcessGroup, async_op: bool
+    step: RedistributionStep, local: torch.Tensor, group: ProcessGroup, async_op: bool
 ) -> torch.Tensor:
     dim, cut = _last_cut(step.before, step.axis)
     n, size = group.size(), step.after.local_shape[dim]
@@ -569,7 +593,7 @@ def _all_gather(
 
 
 def _reduce_scatter(
-    step: Step, local: torch.Tensor, group: ProcessGroup, async_op: bool
+    step: RedistributionStep, local: torch.Tensor, group: ProcessGroup, async_op: bool
 ) -> torch.Tensor:
     dim, _ = _last_cut(step.after, step.axis)
     local, n = local.contiguous(), group.size()
@@ -579,7 +603,7 @@ def _reduce_scatter(
 
 
 def _all_to_all(
-    step: Step, local: torch.Tensor, group: ProcessGroup, async_op: bool
+    step: RedistributionStep, local: torch.Tensor, group: ProcessGroup, async_op: bool
 ) -> torch.Tensor:
     was, _ = _last_cut(step.before, step.axis)
     now, _ = _last_cut(step.after, step.axis)

@@ -1,16 +1,16 @@
-"""Rules: for each operator, what is legal on one mesh axis.
+"""Sharding rules: for each operator, the valid placements on one mesh axis.
 
-A rule is a function of an `OpCall` that returns a list of `Strategy`; each names a placement for
-every operand and every result, on one axis. It may only name what holds for that operator exactly,
-whatever the values: every rule is compared with the unsharded operator by brute force. That
-everything is replicated is always legal and need not be named.
+A rule is a function of an `OpCall` that returns a list of `AxisStrategy`. Each strategy names a
+placement for every operand and every result, on one axis, and must be exact for all values: tests
+compare every rule with the unsharded operator by brute force. The strategy in which everything is
+replicated is always valid and is not listed.
 
-`expand` (expand.py) chooses for each axis. A rule may give a second function, `local`, where the
-operator on the parts is not the operator on the whole with the parts put in: other sizes, a mask,
-another operator. It is called once for each combination of specs, and returns what runs on the
+expand.py chooses a strategy for each axis. A rule may have a second function, `local`, for
+operators that cannot simply be called on the parts: they need other sizes, a mask, or another
+operator. It is called once for each combination of specs and returns the function to call on the
 parts.
 
-A family of operators is a file of `rules/`.
+Each file of `rules/` contains one family of operators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dure.comm.world import when_left
-from dure.tensor.call import Op, OpCall, Strategy, direct, schema_of
+from dure.tensor.call import AxisStrategy, Op, OpCall, direct, schema_of
 from dure.tensor.placement_types import Placement, Shard, StridedShard
 from dure.tensor.spec import DTensorSpec
 from dure.tensor.strides import is_dense, laid
@@ -47,13 +47,12 @@ __all__ = [
 ]
 
 Local = Callable[..., Any]
-"""Runs in the operator's place: takes its arguments, with this rank's parts for the operands.
+"""Called instead of the operator, with its arguments and this rank's parts as operands.
 
-Floats among the arguments may differ from those of the call that it was made for: it takes them as
-they come.
+It is cached and used for calls with other floats; it must read floats from its arguments.
 """
 MakeLocal = Callable[[OpCall], Local | None]
-"""Given the call, with the specs of operands and results; None for the operator as it is."""
+"""Takes a call with the specs of operands and results; None means to call the operator itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +60,21 @@ class Rule:
     """The rule of an operator.
 
     Attributes:
-        strategies: Returns what is legal on one axis.
-        local: See the head of this file.
-        contiguous: Whether what is said of cuts holds for consecutive parts only. Else it holds
-            for `StridedShard` as well: dimensions that are cut together have one size.
-        all_axes: Whether it sees all axes at once, as the view family does: it returns one
-            strategy, of a placement for each axis.
+        strategies: Returns the valid strategies on one axis.
+        local: Returns the function to call on the parts; see the module's docstring.
+        contiguous: Whether strategies with `Shard` are valid for consecutive parts only. Otherwise
+            they are valid for `StridedShard`, too: dimensions that are cut together have one size.
+        all_axes: Whether it handles all axes at once, as for reshapes: it returns one strategy with
+            a tuple of placements for each operand and result.
     """
 
-    strategies: Callable[[OpCall], list[Strategy]]
+    strategies: Callable[[OpCall], list[AxisStrategy]]
     local: MakeLocal | None = None
     contiguous: bool = False
     all_axes: bool = False
 
-    def options(self, call: OpCall) -> list[Strategy]:
-        """Return what is legal on one axis, with the strided cuts that the operands have."""
+    def options(self, call: OpCall) -> list[AxisStrategy]:
+        """Return the valid strategies on one axis, including strided cuts if operands have any."""
         found = self.strategies(call)
         placements = [p for spec in call.operands for p in spec.placements]
         strided = [p.split_factor for p in placements if isinstance(p, StridedShard)]
@@ -85,18 +84,18 @@ class Rule:
         return found + [_strided(s, factor) for factor in dict.fromkeys(strided) for s in cut]
 
 
-def _strided(strategy: Strategy, factor: int) -> Strategy:
-    """Return a strategy with strided cuts in the place of its cuts."""
+def _strided(strategy: AxisStrategy, factor: int) -> AxisStrategy:
+    """Return a strategy with StridedShard in the place of Shard."""
 
     def one(p: Placement) -> Placement:
         return StridedShard(p.dim, split_factor=factor) if isinstance(p, Shard) else p
 
-    return Strategy(tuple(map(one, strategy.inputs)), tuple(map(one, strategy.outputs)))
+    return AxisStrategy(tuple(map(one, strategy.inputs)), tuple(map(one, strategy.outputs)))
 
 
 _rules: dict[Op | torch.Tag, Rule] = {}
 by_value: set[Op] = set()
-"""Operators whose rule looks at the value of a float; those of others decide nothing."""
+"""Operators whose rule depends on the value of a float argument."""
 
 
 def rule(
@@ -107,10 +106,10 @@ def rule(
 ) -> Callable[..., Any]:
     """Register the decorated function as the rule of these operators; see `Rule`.
 
-    The rule of a tag is that of all operators that have it, and none of their own.
+    The rule of a tag applies to all operators with the tag that have no rule themselves.
     """
 
-    def register(strategies: Callable[[OpCall], list[Strategy]]) -> Any:
+    def register(strategies: Callable[[OpCall], list[AxisStrategy]]) -> Any:
         _rules.update(dict.fromkeys(ops, Rule(strategies, local, contiguous, all_axes)))
         return strategies
 
@@ -118,14 +117,14 @@ def rule(
 
 
 def zeros_where_empty(call: OpCall) -> Local | None:
-    """Return zeros on ranks with an empty part, where kernels refuse or warn: a `MakeLocal`.
+    """Return zeros on ranks with an empty part, for which kernels raise or warn (a `MakeLocal`).
 
-    For operators whose results are then empty, or terms of a sum.
+    For operators whose results are then empty, or Partial("sum").
     """
     if all(
-        own or not whole
+        local or not full
         for spec in call.operands
-        for own, whole in zip(spec.local_shape, spec.shape, strict=True)
+        for local, full in zip(spec.local_shape, spec.shape, strict=True)
     ):
         return None
     made = [None if r is None else (r.local_shape, r.meta.dtype) for r in call.results]
@@ -145,10 +144,10 @@ def zeros_where_empty(call: OpCall) -> Local | None:
 class OtherStrides(Exception):
     """A view that the strides of a part do not allow, although those of the full tensor do.
 
-    Raised by a `Local`, before anything is sent. What `dispatch` returns is marked as a copy.
+    Raised by a `Local`, before anything is sent. `dispatch` then returns `copy`, marked as a copy.
 
     Attributes:
-        copy: What the operator returns for a copy of the part, stored as the spec says.
+        copy: The operator's result for a copy of the part that has the strides of the spec.
     """
 
     def __init__(self, copy: torch.Tensor) -> None:
@@ -159,10 +158,10 @@ class OtherStrides(Exception):
 def view_or_copy(
     op: Callable[..., torch.Tensor], spec: DTensorSpec, tensor: torch.Tensor, *args: Any
 ) -> torch.Tensor:
-    """View a part, whose strides may be others than its spec says.
+    """View a part, whose strides may differ from those of its spec.
 
     Raises:
-        OtherStrides: They do not allow it.
+        OtherStrides: They do not allow the view.
     """
     try:
         return op(tensor, *args)
@@ -190,11 +189,10 @@ when_left.append(may_overlap.cache_clear)
 
 
 def copying_overlaps(call: OpCall) -> Local | None:
-    """Copy what is read if torch refuses that it shares memory with what is written.
+    """Copy operands that share memory with a written operand, if torch raises because of that.
 
-    Other errors of the operator, such as a lack of memory, are raised as they are.
-
-    Torch refuses before it writes. None if that cannot be (`may_overlap`).
+    Torch raises before it writes. Other errors of the operator, such as a lack of memory, are
+    raised unchanged. Returns None if torch cannot raise (`may_overlap`).
     """
     names, mutated = schema_of(call.op).names, schema_of(call.op).mutated
     if not mutated or len(call.operands) < 2 or not any(map(may_overlap, call.operands)):
@@ -226,19 +224,19 @@ def copying_overlaps(call: OpCall) -> Local | None:
 
 
 def with_argument(call: OpCall, name: str, value: Any) -> Local:
-    """Give the operator another value as the argument of this name, one that has no default."""
+    """Replace an argument, which must not have a default, and call the operator."""
     place, op = schema_of(call.op).names.index(name), call.op
     return lambda *args, **kwargs: op(*args[:place], value, *args[place + 1 :], **kwargs)
 
 
 def with_local_size(call: OpCall) -> Local:
-    """Give the operator the size of this rank's part of the result as its second argument."""
+    """Pass the size of this rank's part of the result as the second argument."""
     shape, op = call.result.local_shape, direct(call.op)
     return lambda tensor, size, *args, **kwargs: op(tensor, shape, *args, **kwargs)
 
 
 def rule_of(op: Op) -> Rule | None:
-    """Return the rule of an operator; None if it has none."""
+    """Return the rule of an operator, or None."""
     found = _rules.get(op)
     if found is None and torch.Tag.pointwise in op.tags:
         return _rules[torch.Tag.pointwise]

@@ -1,8 +1,7 @@
-"""What the results of an operator are, found by running it on tensors without memory.
+"""Shapes, strides and dtypes of an operator's results, found by running it on meta tensors.
 
-That takes longer than all else of the first call of a kind, and does not depend on placements: it
-is found once for all placements and meshes. `wrapped_results` makes DTensors of what the operator
-returned for the parts.
+That is the slowest step of the first call of a kind. It does not depend on placements, so it is
+cached for all placements and meshes. `wrapped_results` wraps the results on the parts as DTensors.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _MOST = 1 << 16
 _FEW_ELEMENTS = 1 << 20
 _aten = torch.ops.aten
 _OF_SUGGESTED_FORMAT = {_aten.native_batch_norm.default, _aten.native_batch_norm_backward.default}
-"""Operators whose first result is stored as rows, or as channels last if the input is so.
+"""Operators whose first result is row-major, or channels-last if the input is.
 
-On tensors without memory torch keeps the order of the input, whatever it is.
+On the meta device torch keeps any order that the input has.
 """
 _LIKE_SUMS = {
     _aten.binary_cross_entropy.default,
@@ -45,27 +44,27 @@ def results_of(call: OpCall, key: Sequence[Any]) -> Results:
 
     Args:
         call: The call.
-        key: What calls of one kind have in common; specs stand in it for tensors.
+        key: The key of its plan (dispatch.py), in which specs represent DTensors.
     """
-    whole = (torch.get_default_dtype(), _without_placements(tuple(key)))
+    cache_key = (torch.get_default_dtype(), _without_placements(tuple(key)))
     try:
-        found = _known.get(whole)
-    except TypeError:  # it has what can be compared with nothing, such as a symbolic size
+        found = _known.get(cache_key)
+    except TypeError:  # an argument has no hash, such as a symbolic size
         return _run(call)
     if found is None:
         if len(_known) >= _MOST:
             _known.clear()
-        found = _known[whole] = _run(call)
+        found = _known[cache_key] = _run(call)
     return found
 
 
 def forget_results() -> None:
-    """Find them anew: what an operator does may have changed."""
+    """Empty the cache, after the implementation of an operator has changed."""
     _known.clear()
 
 
 def leaves(result: Any) -> list[Any]:
-    """Return the results of an operator as a list; None for what is no tensor."""
+    """Return the results of an operator as a list, with None for results that are not tensors."""
     found = pytree.tree_leaves(result)
     return [one if isinstance(one, torch.Tensor) else None for one in found]
 
@@ -108,11 +107,12 @@ def _as_stored(call: OpCall, metas: list[torch.Tensor], found: list[Any]) -> lis
 def _run_on(
     call: OpCall, tensors: list[torch.Tensor], outs: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[Any]]:
-    """Run an operator on tensors without memory; return them, and its results.
+    """Run an operator on meta tensors; return them, and its results.
 
-    Torch has formulas for such tensors that fail if there are no elements, where its kernels do
-    not: `mse_loss_backward` divides by their number. Then it is run on a few zeros instead. If that
-    fails as well, it is the operator's own error, the same on all ranks.
+    Some of torch's formulas for the meta device fail if there are no elements although the kernels
+    do not: `mse_loss_backward` divides by their number. So after an error the operator runs on
+    zeros, if they are few. If that fails as well, it is the operator's own error, the same on all
+    ranks.
     """
     try:
         return tensors, _results_on(call, tensors, outs, "meta")
@@ -134,7 +134,7 @@ def _results_on(
     call: OpCall, tensors: list[torch.Tensor], outs: Sequence[int], device: str
 ) -> list[Any]:
     for number in outs:
-        tensors[number] = tensors[number].new_empty(0)  # it takes the shape of the result
+        tensors[number] = tensors[number].new_empty(0)  # is resized to the result's shape
     args, kwargs = fill(call.args, call.kwargs, call.places, tensors)
     if "device" in kwargs:
         kwargs["device"] = device
@@ -144,12 +144,12 @@ def _results_on(
 def wrapped_results(
     plan: OperatorPlan, result: Any, sources: tuple[Any, Any], is_copy: bool = False
 ) -> Any:
-    """Return the results as DTensors; what the operator wrote, as the arguments that they are.
+    """Return the results as DTensors; for arguments that were written, the arguments themselves.
 
     Args:
-        plan: What is done for this kind of call.
-        result: What the operator returned for the parts.
-        sources: The arguments.
+        plan: The plan of the call.
+        result: The operator's result on the parts.
+        sources: The arguments, as (args, kwargs).
         is_copy: Whether a copy was made in the place of a view.
     """
     if len(plan.returns) == 1 and plan.returns[0] is not None:
@@ -169,7 +169,7 @@ def _wrap_each(
     sources: tuple[Any, Any],
     version: int | None,
 ) -> Any:
-    """Return a result, or each in a list; not a closure, whose cycle would keep all tensors."""
+    """Wrap a result, or each one in a list; a closure would be a cycle that keeps tensors alive."""
     if isinstance(one, (list, tuple)):
         made = [_wrap_each(inner, specs, returns, sources, version) for inner in one]
         return tuple(made) if type(one) is tuple else made

@@ -1,12 +1,12 @@
-"""What is known of a DTensor without its values: mesh, placements, and the whole tensor's shape.
+"""The spec of a DTensor: mesh, placements, and shape, strides and dtype of the full tensor.
 
-*Order of cuts.* Where several axes cut one dimension, they cut one after another. The left one cuts
+*Order of cuts.* If several axes cut one dimension, they cut one after another. The left one cuts
 first, unless its placement is a `StridedShard` whose `split_factor` is the number of parts that
-later axes make: then it cuts what those have left. So ``(StridedShard(0, split_factor=2),
-Shard(0))`` on a mesh of 3 x 2 cuts rows into 2 parts, and each of them into 3. With any other
-factor, a `StridedShard` cuts each of that many runs where it stands.
+later axes make: then it cuts the parts that those have made. So ``(StridedShard(0,
+split_factor=2), Shard(0))`` on a mesh of 3 x 2 cuts rows into 2 parts, and each of them into 3.
+With any other factor, a `StridedShard` divides the dimension into that many runs and cuts each run.
 
-Specs are interned: equal ones are the same object, so that caches compare them by identity.
+Specs are interned: equal specs are the same object, so that caches compare them by identity.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape, strides and dtype of a whole tensor."""
+    """Shape, strides and dtype of a full tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -51,26 +51,30 @@ class TensorMeta:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorMeta:
-        """Describe a tensor."""
+        """Return those of a tensor."""
         return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
     def empty(self) -> torch.Tensor:
-        """Return a tensor without memory that is like this."""
+        """Return a meta tensor with this shape, these strides and this dtype."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
     @property
     def overlaps(self) -> bool:
-        """Whether elements share memory, as those of an expanded tensor do."""
+        """Whether elements share memory, as in an expanded tensor."""
         return any(s == 0 and n > 1 for s, n in zip(self.stride, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One axis's cut through a dimension."""
+    """The cut of one mesh axis through a dimension.
+
+    Attributes:
+        axis: The mesh axis.
+        runs: The number of runs into which the dimension is divided before each run is cut.
+    """
 
     axis: int
     runs: int = 1
-    """The dimension is cut in each of so many runs."""
 
 
 def cuts_of(placements: Sequence[Placement], sizes: Sequence[int], dim: int) -> tuple[Cut, ...]:
@@ -101,7 +105,7 @@ def cuts_of(placements: Sequence[Placement], sizes: Sequence[int], dim: int) -> 
 def runs_of(
     size: int, cuts: Sequence[Cut], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Return which indices of a dimension a rank has, as (size, offset) of consecutive runs."""
+    """Return the indices of a dimension that a rank has, as runs (size, offset)."""
     runs = [(size, 0)]
     for cut in cuts:
         total = sum(length for length, _ in runs)
@@ -115,7 +119,7 @@ def runs_of(
 
 
 def _slice_runs(runs: list[tuple[int, int]], begin: int, length: int) -> list[tuple[int, int]]:
-    """Return `length` indices from the `begin`-th on of those in `runs`."""
+    """Return the `length` indices that follow the first `begin` indices of `runs`."""
     taken: list[tuple[int, int]] = []
     for size, offset in runs:
         low, high = max(begin, 0), min(begin + length, size)
@@ -129,7 +133,7 @@ def _slice_runs(runs: list[tuple[int, int]], begin: int, length: int) -> list[tu
 
 
 class DTensorSpec:
-    """What is known of a DTensor without its values; never changed.
+    """Mesh, placements, shape, strides and dtype of a DTensor; immutable.
 
     Args:
         mesh: The mesh.
@@ -157,7 +161,7 @@ class DTensorSpec:
     def __new__(
         cls, mesh: DeviceMesh, placements: Sequence[Placement], tensor_meta: TensorMeta
     ) -> DTensorSpec:
-        """Return the one spec of these values."""
+        """Return the interned spec of these values."""
         if not isinstance(tensor_meta, TensorMeta):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(
                 "tensor_meta must be a TensorMeta", op="DTensorSpec", seen=repr(tensor_meta)
@@ -178,7 +182,7 @@ class DTensorSpec:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the whole tensor."""
+        """Shape of the full tensor."""
         return self.meta.shape
 
     @property
@@ -218,11 +222,11 @@ class DTensorSpec:
         return cuts_of(self.placements, self.mesh.shape, dim)
 
     def runs(self, dim: int, coordinate: Sequence[int] | None = None) -> list[tuple[int, int]]:
-        """Return which indices of a dimension a rank has, as (size, offset) of runs.
+        """Return the indices of a dimension that a rank has, as runs (size, offset).
 
         Args:
             dim: The dimension.
-            coordinate: The rank's, in the mesh; this rank's where None.
+            coordinate: The rank's coordinate in the mesh; if None, this rank's.
         """
         at = self.coordinate if coordinate is None else coordinate
         assert at is not None
@@ -249,9 +253,9 @@ class DTensorSpec:
         return spec_of(self.mesh, self.placements, meta)
 
     def compact(self) -> DTensorSpec:
-        """Return the spec of the same tensor with strides that leave no gaps, in the same order.
+        """Return the spec with strides without gaps, in the same order.
 
-        That is what a part has after it was moved or copied.
+        A tensor has these strides after its parts were moved or copied.
         """
         if self._compact is None:
             shape, order = self.shape, self.order or range(self.ndim)
@@ -263,18 +267,18 @@ class DTensorSpec:
             self._compact = spec_of(self.mesh, self.placements, meta)
         return self._compact
 
-    def without_terms(self) -> DTensorSpec:
-        """Return the spec after terms are reduced, which is that of the gradient, too."""
+    def without_partial(self) -> DTensorSpec:
+        """Return the spec with Replicate in the place of Partial; the gradient's spec, too."""
         if not self.partial:
             return self
         return self.with_placements([Replicate() if p.is_partial() else p for p in self.placements])
 
     def replicated(self) -> DTensorSpec:
-        """Return the spec of the tensor where each rank has the whole."""
+        """Return the spec with Replicate along each axis."""
         return self.with_placements((Replicate(),) * self.mesh.ndim)
 
     def is_replicated(self) -> bool:
-        """Tell whether each rank has the whole."""
+        """Return whether each rank has the full tensor."""
         return all(placement.is_replicate() for placement in self.placements)
 
     def __repr__(self) -> str:
@@ -322,9 +326,10 @@ def _made(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta)
 
 
 def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
-    """Return the spec of these values, always the same object.
+    """Return the interned spec of these values.
 
-    The table is emptied when it is full: then equal specs can be two, and caches miss once more.
+    The table is emptied when it is full. After that an equal spec can be another object, which
+    costs one more miss in each cache.
     """
     key = (mesh.number, placements, meta)
     spec = _specs.get(key)
@@ -342,17 +347,17 @@ def as_placements(
     op: str,
     dtype: torch.dtype | None = None,
 ) -> tuple[Placement, ...]:
-    """Check placements that a user gave; None means replicated.
+    """Check placements that a user passed; None means replicated.
 
     Args:
         placements: One for each mesh axis.
         mesh: The mesh.
         ndim: Number of the tensor's dimensions.
         op: The calling function, named in errors.
-        dtype: The tensor's, if it decides which reductions commute.
+        dtype: The tensor's dtype, to decide which reductions commute.
 
     Raises:
-        PlacementError: Not one for each axis; a dimension that the tensor does not have; terms of
+        PlacementError: Wrong number of placements, a dimension that the tensor does not have, or
             reductions that do not commute.
     """
     if placements is None:
@@ -376,13 +381,13 @@ def as_placements(
             )
     if len(found) != mesh.ndim:
         raise PlacementError(
-            "there is one placement for each mesh axis",
+            "placements must have one entry for each mesh axis",
             op=op,
             seen=f"{list(found)} for a mesh of {mesh.ndim} axes",
         )
     if len(found) > 1 and mixes_reductions(found, dtype):
         raise PlacementError(
-            "these reductions do not commute, so their order would matter", op=op, seen=f"{found}"
+            "placements must not mix reductions that do not commute", op=op, seen=f"{found}"
         )
     return tuple([resolved(placement, ndim, op) for placement in found])
 
@@ -396,7 +401,7 @@ def import_instead_of(value: object, home: str = "dure.tensor") -> str:
 
 
 def mixes_reductions(placements: Sequence[Placement], dtype: torch.dtype | None) -> bool:
-    """Tell whether placements have reductions whose order matters; averages truncate integers."""
+    """Return whether placements have reductions whose order matters; averages truncate integers."""
     found = {p.reduce_op for p in placements if isinstance(p, Partial)}
     exact = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
     return len(found) > 1 and (exact or found != {"sum", "avg"})
@@ -426,7 +431,7 @@ def compute_local_shape_and_global_offset(
     placements: Sequence[Placement],
     skip_offset: bool = False,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's part of a tensor, and where the part begins; torch's name.
+    """Return shape and offset of this rank's part of a tensor; torch's name.
 
     Args:
         global_shape: Shape of the full tensor.

@@ -1,12 +1,12 @@
-"""Gradients of terms: what a rank's term of a reduction contributes to the value.
+"""Gradients of the terms of a `Partial` tensor.
 
-The gradient of a tensor that is `Partial` along some axes is that of its value v, the same on all
-ranks of these axes. A rank's term t_r gets of it, with n ranks:
+The gradient of a tensor that is `Partial` along some axes is the gradient of its value v, the same
+on all ranks of these axes. With n ranks, the gradient of a rank's term t_r is:
 
     sum        v = t_0 + ... + t_(n-1)          grad
     avg        v = (t_0 + ... + t_(n-1)) / n    grad / n
-    max, min   v = one of the terms             grad on the rank that has it, else 0; of ranks with
-                                                equal terms the first has it
+    max, min   v = one of the terms             grad on the rank whose term it is (on the first one
+                                                of equal terms), 0 on others
     product    v = t_0 * ... * t_(n-1)          grad times the product of the other ranks' terms
 
 Ranks are those of all axes with the same reduction together, in the order of their coordinates.
@@ -30,7 +30,7 @@ from dure.tensor.spec import DTensorSpec
 __all__ = ["averaged_over", "gradient_of_term", "needs_terms", "selected_by"]
 
 _BY_VALUE = ("max", "min", "product")
-"""Reductions whose gradients depend on the terms."""
+"""Reductions whose gradients depend on the values of the terms."""
 
 
 def _axes_of(spec: DTensorSpec, *reductions: str) -> list[int]:
@@ -40,13 +40,13 @@ def _axes_of(spec: DTensorSpec, *reductions: str) -> list[int]:
 
 @lru_cache(maxsize=1 << 12)
 def averaged_over(spec: DTensorSpec) -> int:
-    """Return how many ranks' terms a value is the average of."""
+    """Return the number of ranks over whose terms a value is averaged."""
     return math.prod(spec.mesh.shape[axis] for axis in _axes_of(spec, "avg"))
 
 
 @lru_cache(maxsize=1 << 12)
 def selected_by(spec: DTensorSpec) -> str | None:
-    """Return the reduction whose terms do not all count alike: max, min or product; else None."""
+    """Return the reduction of a spec if it is max, min or product; else None."""
     axes = _axes_of(spec, *_BY_VALUE) if spec.partial else []
     placement = spec.placements[axes[0]] if axes else None
     return placement.reduce_op if isinstance(placement, Partial) else None
@@ -56,19 +56,19 @@ when_left.extend(table.cache_clear for table in (averaged_over, selected_by))
 
 
 def needs_terms(spec: DTensorSpec) -> bool:
-    """Tell whether `gradient_of_term` looks at the term."""
+    """Return whether `gradient_of_term` needs the term."""
     return selected_by(spec) is not None
 
 
 def gradient_of_term(
     grad: torch.Tensor, term: torch.Tensor | None, spec: DTensorSpec
 ) -> torch.Tensor:
-    """Return the gradient of this rank's term, given that of the value; autograd goes through it.
+    """Return the gradient of this rank's term from the gradient of the value, differentiably.
 
     Args:
-        grad: Of the value.
-        term: This rank's, if `needs_terms`.
-        spec: Of the tensor of terms.
+        grad: The gradient of the value.
+        term: This rank's term, if `needs_terms`.
+        spec: The spec of the Partial tensor.
 
     Collective:
         If `needs_terms`: all ranks of the mesh.
@@ -90,7 +90,7 @@ def gradient_of_term(
 
 
 def _number_among(spec: DTensorSpec, axes: Sequence[int]) -> int:
-    """Return this rank's number among those of some axes; the last axis runs fastest."""
+    """Return this rank's number among the ranks of some axes; the last axis runs fastest."""
     assert spec.coordinate is not None
     number = 0
     for axis in axes:
@@ -99,7 +99,7 @@ def _number_among(spec: DTensorSpec, axes: Sequence[int]) -> int:
 
 
 def _has_value(term: torch.Tensor, spec: DTensorSpec, axes: Sequence[int], op: str) -> torch.Tensor:
-    """Return where this rank is the first that has the maximum or minimum; a NaN is either."""
+    """Return where this rank is the first with the maximum or minimum; a NaN counts as either."""
     value = term.clone(memory_format=torch.contiguous_format)
     all_reduce_of(spec, axes, value, ReduceOp.MAX if op == "max" else ReduceOp.MIN)
     number = _number_among(spec, axes)

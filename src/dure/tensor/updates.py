@@ -13,8 +13,9 @@ is redistributed first. In all other cases the lists stay as they are, and the s
 operator (rules/foreach.py): Partial parameters, updates that autograd records, and a learning rate
 that is a DTensor. A fused kernel gets copies of parts whose strides differ from the parameter's.
 
-After its update SGD with momentum stores the buffers under the parameters in these lists, which
-are parts now. A second hook moves them to the DTensors, before all other hooks after the step.
+After its update SGD with momentum stores the buffers under the parameters in these lists, which are
+now parts. A second hook moves them to the DTensors, before all other hooks after the step. A step
+that runs without its hooks (``step.__wrapped__``) gets the DTensors, and runs operator by operator.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ class _Collector:
     """The `_init_group` of an optimizer that holds DTensors: it collects their parts.
 
     Attributes:
-        momenta: Of SGD with momentum, the DTensors of the running step and their parts.
+        is_announced: Whether the hook before the running step was called, so that the hook after
+            it can be expected, too.
+        momenta: The DTensors of the running step of SGD with momentum, and their parts.
         copies: Parts that a fused kernel needs in another order, and the copies that it gets.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)  # which holds this object
+        self._optimizer = weakref.ref(optimizer)  # the optimizer holds this object
+        self.is_announced = False
         self.momenta: list[tuple[DTensor, torch.Tensor]] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -66,10 +70,11 @@ class _Collector:
             lists: Parameters, gradients, and the tensors of each kind of state. The update writes
                 all but the gradients.
         """
-        self.store()  # of the group before: the update of this one may raise
+        self._store()  # of the previous group: the update of this one may raise
         optimizer: Any = self._optimizer()
         result = type(optimizer)._init_group(optimizer, group, *lists)
-        parts = None if torch.is_grad_enabled() else _parts_of(group, lists)
+        needs_dtensors = torch.is_grad_enabled() or not self.is_announced
+        parts = None if needs_dtensors else _parts_of(group, lists)
         if parts is None:
             return result
         if group.get("fused"):
@@ -84,7 +89,12 @@ class _Collector:
             tensors[:] = own
         return result
 
-    def store(self, *_: object) -> None:
+    def end_step(self, *_: object) -> None:
+        """Store the results of the last group; the hook after a step."""
+        self.is_announced = False
+        self._store()
+
+    def _store(self) -> None:
         """Write copies back; move the buffers that SGD has stored under parts to the parameters."""
         optimizer: Any = self._optimizer()
         write_back(self.copies)
@@ -100,22 +110,25 @@ class _Collector:
 
 _collectors: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Collector]
 _collectors = weakref.WeakKeyDictionary()
-"""Of optimizers. Another method may stand around a collector: see training/mapped_files.py."""
+"""The collector of each optimizer; `_init_group` may be wrapped again (mapped_files.py)."""
 
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Let an optimizer of DTensors collect parts, from its first step on."""
+    """Make an optimizer of DTensors collect parts, from its first step on."""
     if type(optimizer) not in ELEMENTWISE:
         return
-    if optimizer in _collectors:
-        _collectors[optimizer].copies = []  # of a step that raised before it had written them
-    elif any(type(p) is DTensor for group in optimizer.param_groups for p in group["params"]):
+    collector = _collectors.get(optimizer)
+    if collector is None:
+        if not any(type(p) is DTensor for group in optimizer.param_groups for p in group["params"]):
+            return
         collector = _collectors[optimizer] = _Collector(optimizer)
         optimizer._init_group = collector  # pyright: ignore
-        handle = optimizer.register_step_post_hook(collector.store)
+        handle = optimizer.register_step_post_hook(collector.end_step)
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # pyright: ignore
+    collector.copies = []  # those of a step that raised must not be written
+    collector.is_announced = True
 
 
 def _parts_of(group: dict[str, Any], lists: Iterable[list[Any]]) -> list[list[Any]] | None:

@@ -1,6 +1,6 @@
-"""What DTensors do in a block of code: operators, their placements, what was communicated and why.
+"""Records of the operators on DTensors in a block of code: placements, communication and reasons.
 
-`explain` prints it as a table; `CommDebugMode` (debug.py) counts it, by module.
+`explain` prints them as a table; `CommDebugMode` (debug.py) counts collectives by module.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dure import trace
 from dure.comm.queries import get_rank
 from dure.comm.untraced import untraced_below
-from dure.tensor.dispatch import dispatch, has_own_way
+from dure.tensor.dispatch import dispatch, is_special
 from dure.tensor.dtensor import DTensor
-from dure.tensor.redistribute import Step, running
+from dure.tensor.redistribute import RedistributionStep, running
 from dure.tensor.registry import rule_of
 from dure.tensor.spec import DTensorSpec
 
-__all__ = ["Explanation", "Operation", "Watch", "explain", "in_columns"]
+__all__ = ["Explanation", "Operation", "OperationRecorder", "explain", "in_columns"]
 
 
 @dataclass(slots=True)
 class Operation:
-    """An operator on DTensors, or what was communicated outside of one.
+    """An operator on DTensors, or communication outside of one.
 
     Attributes:
-        name: The operator, such as "aten.mm.default"; "" for what belongs to none: a
-            `redistribute` of the program, a gradient that is read.
-        inputs, outputs: Specs, or plain tensors as text.
-        steps: What redistributions communicated.
-        plain: Collectives besides, by their names in Dure.
-        functional: Whether `plain` is a functional collective that the program called.
+        name: The operator, such as "aten.mm.default"; "" for a `redistribute` of the program, a
+            gradient that is read, and other communication outside of operators.
+        inputs, outputs: Specs of DTensors; plain tensors as text.
+        steps: The redistributions that communicated.
+        plain: Names of other collectives.
         module: Name of the module whose forward it belongs to; "" outside of modules.
         backward: Whether autograd ran it.
+        unruled: Whether the operator has no sharding rule.
+        functional: Whether `plain` is a functional collective that the program called.
     """
 
     name: str
     inputs: list[DTensorSpec | str] = field(default_factory=list)
     outputs: list[DTensorSpec | str] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RedistributionStep] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
     module: str = ""
     backward: bool = False
@@ -56,40 +57,41 @@ class Operation:
         return sum(step.nbytes for step in self.steps)
 
     def why(self) -> str:
-        """Say what the communication was for."""
+        """Return the reason of the communication; "" if there was none."""
         if not (self.steps or self.plain):
             return ""
         if not self.name:
-            return "asked for"
+            return "requested by the program"
         if self.unruled:
-            return "no rule for it: decomposed or replicated"
-        said: list[str] = []
+            return "no sharding rule: decomposed, or computed on full tensors"
+        reasons: list[str] = []
         for step in self.steps:
             numbers = [n for n, s in enumerate(self.inputs) if s is step.before]
-            who = f"operand {numbers[0]}" if numbers else "an operand"
-            said.append(f"{who} as {step.after.placements[step.axis]} along {step.axis_name}")
+            operand = f"operand {numbers[0]}" if numbers else "an operand"
+            placement = step.after.placements[step.axis]
+            reasons.append(f"{operand} must be {placement} along {step.axis_name}")
         if self.plain:
-            said.append("ranks combine what each found")
-        return "; ".join(dict.fromkeys(said))
+            reasons.append("combines the ranks' results")
+        return "; ".join(dict.fromkeys(reasons))
 
 
-class Watch(TorchDispatchMode):
-    """Collects operations of this rank on the thread that enters, and collectives of all threads.
+class OperationRecorder(TorchDispatchMode):
+    """Records this rank's operators on the thread that enters, and collectives on all threads.
 
     Args:
-        where: Returns the name of the module that runs.
+        module_name: Returns the name of the module that runs.
     """
 
-    def __init__(self, where: Callable[[], str] = str) -> None:
+    def __init__(self, module_name: Callable[[], str] = str) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self._where = where
+        self._module_name = module_name
         self._open: Operation | None = None
         self._functional = False
         self._rank = -1
         self._hook: trace.Hook | None = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> OperationRecorder:
         self._rank = get_rank()
         self._hook = trace.add_hook(before=self._collective)
         super().__enter__()
@@ -102,7 +104,7 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch not to wrap the next method, for which it would load its compiler."""
+        """Keep torch from wrapping `__torch_dispatch__`, for which it would load its compiler."""
         return False
 
     @untraced_below
@@ -113,7 +115,7 @@ class Watch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note an operator, and run it as it would be run without being watched."""
+        """Record an operator, and run it as without the recorder."""
         kwargs = kwargs or {}
         inputs = _seen((args, kwargs))
         if not any(isinstance(one, DTensorSpec) for one in inputs):
@@ -125,7 +127,7 @@ class Watch(TorchDispatchMode):
             finally:
                 self._functional = False
         one = self._new(str(func))
-        one.inputs, one.unruled = inputs, rule_of(func) is None and not has_own_way(func)
+        one.inputs, one.unruled = inputs, rule_of(func) is None and not is_special(func)
         self._open = one
         try:
             result = dispatch(func, args, kwargs)
@@ -136,7 +138,7 @@ class Watch(TorchDispatchMode):
 
     def _new(self, name: str) -> Operation:
         backward = torch._C._current_graph_task_id() != -1  # pyright: ignore
-        one = Operation(name, module=self._where(), backward=backward)
+        one = Operation(name, module=self._module_name(), backward=backward)
         self.operations.append(one)
         return one
 
@@ -166,11 +168,11 @@ def _seen(values: Any) -> list[DTensorSpec | str]:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a function did with DTensors; its text is a table.
+    """The operators on DTensors and the communication of a function; `str` returns a table.
 
     Attributes:
-        result: What the function returned.
-        operations: In their order.
+        result: The function's result.
+        operations: The operations, in the order of the calls.
     """
 
     result: Any
@@ -191,31 +193,42 @@ def in_columns(rows: Sequence[Sequence[str]], ruled: bool = False) -> str:
 
 
 def _row(one: Operation) -> tuple[str, ...]:
-    told = [f"{s.move.value}[{s.axis_name}]" for s in one.steps] + one.plain
+    communication = [f"{s.move.value}[{s.axis_name}]" for s in one.steps] + one.plain
     name = (one.name or "(redistribute)") + (" (backward)" if one.backward else "")
-    places = (", ".join(map(str, specs)) for specs in (one.inputs, one.outputs))
-    return (name, *places, ", ".join(told), str(one.nbytes or ""), one.why())
+    specs = (", ".join(map(str, group)) for group in (one.inputs, one.outputs))
+    return (name, *specs, ", ".join(communication), str(one.nbytes or ""), one.why())
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Run a function and print what it did with DTensors: operators, communication, and why.
+    """Run a function and print its operators on DTensors, their communication, and the reasons.
 
     Args:
-        fn: Any function, such as a model or a whole training step.
+        fn: Any function, such as a model or a training step.
         args, kwargs: Its arguments.
 
     Returns:
-        What was done, with the function's result; global rank 0 prints it.
+        The operations and the function's result. Global rank 0 also prints them, as a table.
 
     Collective:
-        Whatever the function calls.
+        The collectives of the function.
 
     Cost:
-        Some microseconds an operator.
+        Some microseconds per operator.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, distribute_tensor, explain, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+        found = explain(lambda: x.sum().full_tensor())
+        assert found.result.item() == 8.0
+        assert [operation.name for operation in found.operations] == ["aten.sum.default", ""]
+        ```
     """
-    with Watch() as watch:
+    with OperationRecorder() as recorder:
         result = fn(*args, **kwargs)
-    told = Explanation(result, watch.operations)
+    explanation = Explanation(result, recorder.operations)
     if get_rank() == 0:
-        print(told)
-    return told
+        print(explanation)
+    return explanation

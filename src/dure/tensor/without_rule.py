@@ -1,8 +1,8 @@
 """Operators without a sharding rule: decomposed into others, or computed on full tensors.
 
-What torch can decompose runs as other operators. All else is computed by every rank on full
-tensors, with one warning that names the operator; an operator that draws random numbers is refused,
-since ranks would draw different ones.
+If torch has a decomposition, the operator runs as other operators. Otherwise every rank computes it
+on full tensors, with one warning that names the operator. Operators that draw random numbers are
+refused, since ranks would draw different ones.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ __all__ = ["run_without_rule"]
 
 _warned: set[Op] = set()
 _undecomposed: set[tuple[Op, int]] = set()
-"""Operators whose decomposition was tried, on a mesh, and needs what has no rule.
+"""Operators, each with a mesh, whose decomposition was tried and has operators without a rule.
 
-With the mesh, whose number is a rank's own: ranks that are threads must each try.
+The number of a mesh differs between ranks that are threads: each of them must try.
 """
 
 
 class NoRule(Exception):
-    """Within a decomposition an operator has no rule: the decomposed one is replicated instead."""
+    """An operator of a decomposition has no rule: compute the decomposed one on full tensors."""
 
 
 def run_without_rule(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that has no rule: by others, or on full tensors.
+    """Run an operator that has no rule: decomposed, or on full tensors.
 
-    Whether it is decomposed is decided by what all ranks know. The errors that decide against it
-    depend on the operators within, on placements and on arguments; any other error is the
-    operator's own, and is raised on the ranks that have it. Writes to tensors whose elements
-    share memory are not decomposed: decompositions end in `copy_`, and torch refuses that.
+    All ranks decide the same way: the errors that end the attempt to decompose depend only on the
+    operators of the decomposition, on placements and on arguments. Any other error is an error of
+    the operator and is raised on the ranks where it occurs. Writes to tensors whose elements share
+    memory are not decomposed: decompositions end in `copy_`, which torch refuses for such tensors.
     """
     op = call.op
     inside = state.decomposing.get()
@@ -66,10 +66,9 @@ def run_without_rule(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _decomposition_of(op: Op) -> Callable[..., Any] | None:
-    """Return a function that computes an operator by others; None if torch has none.
+    """Return a function that computes an operator by other operators; None if torch has none.
 
-    Operators that torch itself runs as others arrive here undivided in inference mode, and when
-    they are called from inside a rule.
+    Composite operators arrive here undecomposed in inference mode, and when a rule calls them.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore
     if has_kernel(op.name(), "CompositeImplicitAutograd"):
@@ -79,26 +78,44 @@ def _decomposition_of(op: Op) -> Callable[..., Any] | None:
 
 
 def _on_full_tensors(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute on full tensors on every rank; values that were written are moved back."""
+    """Compute on full tensors on every rank; move written values back into the parts."""
     op, schema = call.op, schema_of(call.op)
     moved = not all(spec.is_replicated() for spec in call.operands)
     if moved and schema.mutated and _written_by_another(call, args, kwargs):
         return args[0]
     if torch.Tag.nondeterministic_seeded in op.tags:
-        raise _refused(call, "draws random numbers, and no rule says which")
+        raise _refused(
+            call,
+            "draws random numbers, which would differ between ranks",
+            "Call it on a plain tensor, to_local() or full_tensor()",
+        )
     mesh = call.operands[0].mesh
     full = (Replicate(),) * mesh.ndim
     restored = [n for n in written(call) if not call.operands[n].is_replicated()]
+    if any(call.operands[n].meta.overlaps for n in restored):
+        raise _refused(
+            call,
+            "would write a sharded tensor whose elements share memory, as those of expand() do",
+            "clone() the tensor before writing it",
+        )
     if not all(can_be_restored(call.operands[n], full) for n in restored):
-        raise _refused(call, "writes its operand")
+        raise _refused(
+            call,
+            "would write a tensor whose new value cannot be split into terms again",
+            "redistribute() it to Replicate() or Shard() first",
+        )
     if moved and not argument_at((args, kwargs), call.places[0]).is_meta:  # else nothing is sent
         if state.strict.get():
-            raise _refused(call, "would be computed replicated, which strict() forbids")
+            raise _refused(
+                call,
+                "would gather its operands, which strict() forbids",
+                "Redistribute its operands to Replicate() first",
+            )
         if op not in _warned:
             _warned.add(op)
             warnings.warn(
                 f"{op} has no sharding rule: every rank gathers {_listed(call)} and computes on "
-                "the full tensors. To avoid that, redistribute the operands before, or register a "
+                "the full tensors. To avoid that, redistribute the operands first, or register a "
                 "rule with dure.tensor.experimental.register_sharding. This warning is shown once "
                 "per operator.",
                 PerformanceWarning,
@@ -131,7 +148,7 @@ def _on_full_tensors(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _written_by_another(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Write what the operator that returns a new tensor computes; return whether there is one."""
+    """Run an in-place operator as its out-of-place form; return whether there is one."""
     packet, overload = str(call.op).removeprefix("aten.").split(".")
     other = getattr(torch.ops.aten, packet.removesuffix("_"), None)
     target: Any = args[0]
@@ -155,11 +172,10 @@ def _listed(call: OpCall) -> str:
     return ", ".join(map(str, call.operands))
 
 
-def _refused(call: OpCall, why: str) -> PlacementError:
+def _refused(call: OpCall, why: str, fix: str) -> PlacementError:
     return PlacementError(
         f"{call.name} has no sharding rule, and {why}",
         op=call.name,
         seen=_listed(call),
-        fix="Redistribute its operands to Replicate() first, or register a rule with "
-        "dure.tensor.experimental.register_sharding.",
+        fix=f"{fix}, or register a rule with dure.tensor.experimental.register_sharding.",
     )

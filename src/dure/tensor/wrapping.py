@@ -1,4 +1,4 @@
-"""A DTensor over a part, and the parts of DTensors: what every operator does, natively if built.
+"""Wrap a part as a DTensor, and return the parts of DTensors; natively if the extension was built.
 
 The definition is in Python: `wrap` and `parts_of` here, `dispatch` in dispatch.py, `read_grad` in
 dtensor.py. The extension (csrc/dispatch/hits.cpp) does the same faster; tests run the same cases in
@@ -42,7 +42,7 @@ def dtensor_type() -> type[DTensor]:
 
 def wrap_in_python(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Return a DTensor over a part that needs no gradient."""
-    if is_in_inference():  # torch cannot make a view of an ordinary wrapper one of inference
+    if is_in_inference():  # torch cannot make an inference tensor of a view of an ordinary wrapper
         with torch.inference_mode(False):
             return wrap_in_python(local, spec)
     meta = spec.meta
@@ -56,10 +56,10 @@ def wrap_in_python(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def parts_in_python(tensors: Sequence[Any], specs: list[DTensorSpec | None]) -> list[Any] | None:
-    """Return the part of each tensor that has the given spec; None if one has another.
+    """Return the part of each tensor, or None if one does not have the given spec.
 
-    If the spec is None, what is not a DTensor is returned as it is. Views that are copies have
-    none.
+    A spec of None requires a plain tensor, which is returned as it is. Views that are copies fit no
+    spec.
     """
     found: list[Any] = []
     for tensor, spec in zip(tensors, specs, strict=True):

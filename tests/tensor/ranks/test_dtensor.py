@@ -157,7 +157,7 @@ def test_what_is_read_is_the_value_of_the_whole(rank: int) -> None:
 def test_a_gradient_that_may_be_terms_is_warned_about_at_the_line_that_leaves_it_open(
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(autograd, "_told", set())  # lines of earlier runs of this test
+    monkeypatch.setattr(autograd, "_warned_lines", set())  # lines of earlier runs of this test
 
     def body(rank: int) -> None:
         mesh = line("tp")

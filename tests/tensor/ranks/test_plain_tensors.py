@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dure.errors import UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor import Replicate, Shard
+from dure.tensor.experimental import implicit_replication
 from tests.tensor.ranks.parts import made
 from tests.thread_ranks import on_mesh
 
@@ -41,11 +43,29 @@ def test_a_plain_tensor_of_the_program_is_refused_whoever_holds_it(mesh: DeviceM
     assert caught.type is UsageError
 
 
+ATTENTION = torch.arange(64.0).sin().reshape(2, 2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        lambda x: x.quantile(0.3, dim=1),
+    ],
+    ids=["causal mask", "quantile"],
+)
 @on_mesh(2)
-def test_a_mask_that_attention_makes_is_refused_with_what_to_write(mesh: DeviceMesh) -> None:
-    q = made(mesh, torch.ones(2, 2, 4, 4), [Shard(0)])
-    with pytest.raises(UsageError, match="is_causal=True, pass attn_mask"):
-        F.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.5)
+def test_a_plain_tensor_that_an_operator_creates_is_refused_with_what_to_write(
+    mesh: DeviceMesh, use: Any
+) -> None:
+    x = made(mesh, ATTENTION, [Shard(0)])
+    with sdpa_kernel(SDPBackend.MATH):  # the CPU's own kernel needs no mask
+        with pytest.raises(UsageError) as caught:
+            use(x)
+        assert "implicit_replication" in caught.value.fix and "attn_mask" not in caught.value.fix
+        with implicit_replication():
+            found = use(x)
+        torch.testing.assert_close(found.full_tensor(), use(ATTENTION))
 
 
 @on_mesh(2)
@@ -122,5 +142,5 @@ def test_hooks_and_functions_in_backward_are_the_program(mesh: DeviceMesh, where
     if where == "hook":
         y.register_hook(lambda grad: grad + torch.ones(4))
     loss = (_Adds.apply(y) if where == "function" else y).sum()  # pyright: ignore
-    with pytest.raises(UsageError, match="is given a plain tensor"):
+    with pytest.raises(UsageError, match="got a plain tensor"):
         loss.backward()

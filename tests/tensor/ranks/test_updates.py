@@ -147,6 +147,22 @@ def test_a_step_that_raises_leaves_momentum_under_its_parameters(mesh: DeviceMes
 
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
 @on_mesh(2)
+def test_a_step_that_runs_no_hooks_updates_and_keeps_its_state(mesh: DeviceMesh, form: str) -> None:
+    transposed = nn.Parameter(placed(WEIGHT.t().contiguous(), mesh, Shard(1)).t())
+    plain = nn.Parameter(WEIGHT.clone())
+    for weight in (transposed, plain):
+        optimizer: Any = optimizer_of("SGD", form, [weight])
+        for step in range(3):
+            weight.grad = grad_of(step)
+            if weight is transposed:
+                weight.grad = placed(grad_of(step), mesh, Shard(0))
+            optimizer.step() if step == 0 else type(optimizer).step.__wrapped__(optimizer)
+        assert [*optimizer.state] == [weight]
+    torch.testing.assert_close(transposed.full_tensor(), plain.detach())
+
+
+@pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
+@on_mesh(2)
 def test_a_step_between_forward_and_backward_is_noticed(mesh: DeviceMesh, form: str) -> None:
     weight = nn.Parameter(placed(WEIGHT, mesh, Shard(0)))
     flat = weight.detach().view(3, 8)  # rows of 4 made rows of 8: moved, a copy

@@ -26,16 +26,18 @@ def test_explain_says_what_was_moved_and_why(capsys: pytest.CaptureFixture[str])
         assert add.name == "aten.add.Tensor"
         assert [step.move.value for step in add.steps] == ["all_to_all"]
         assert add.nbytes == 4 * 4 * 4 // 2 // 2
-        assert add.why() in ("operand 1 as S(0) along tp", "operand 0 as S(0) along tp")
+        assert add.why() in ("operand 1 must be S(0) along tp", "operand 0 must be S(0) along tp")
         assert torch.equal(told.result.full_tensor(), torch.full((4, 4), 2.0))
         moved = explain(a.full_tensor)
-        assert [(one.name, one.why()) for one in moved.operations] == [("", "asked for")]
+        assert [(one.name, one.why()) for one in moved.operations] == [
+            ("", "requested by the program")
+        ]
         assert (moved.operations[0].inputs, moved.operations[0].outputs) == (
             [a.spec],
             [a.spec.with_placements([Replicate()])],
         )
         read = explain(a[0, 0].item)
-        assert "no rule" not in str(read)
+        assert "no sharding rule" not in str(read)
 
     run_ranks(2, body)
     printed = capsys.readouterr().out

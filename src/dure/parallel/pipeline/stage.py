@@ -14,7 +14,7 @@ from dure.errors import UsageError
 from dure.parallel.pipeline.backward import Edges, backward, edges_of, input_backward
 from dure.parallel.pipeline.data_parallel import DataParallelStage
 from dure.parallel.pipeline.layout import GetMesh, PackedPytree, pack, unpack
-from dure.tensor.clipping import note_stage
+from dure.tensor.clipping import register_stage
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -100,7 +100,7 @@ class PipelineStage:
         self._output_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
         self._input_gradients: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self._weights: dict[int, Callable[..., object]] = {}
-        note_stage(self)
+        register_stage(self)
 
     def tied_ranks(self) -> list[tuple[nn.Parameter, Sequence[int]]]:
         """Return tied parameters, each with the global ranks that have it, the first stage first.

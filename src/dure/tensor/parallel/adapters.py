@@ -1,15 +1,16 @@
 """Low-rank adapters: modules that wrap a Linear or an Embedding, and add to what it computes.
 
 An adapter of ``x W'`` adds ``x A' B'`` to it: W is [out, in], A [r, in], B [out, r], r small. A
-style that is given the wrapper is the style of all in it: what comes in and goes out is moved
-around the wrapper, not around the layer, so all within are operators on DTensors; and a parameter
-that has the layer's length where the style cuts the layer is cut there, too:
+style applied to the wrapper applies to all modules in it. Inputs and outputs are redistributed
+around the wrapper instead of the layer, so the wrapper computes with DTensors. A parameter is cut
+along the layer's dimension if it has the same length there:
 
-    ColwiseParallel   A whole      B Shard(0)   the product is sharded as the layer's
-    RowwiseParallel   A Shard(1)   B whole      the product is terms of a sum, as the layer's
+    ColwiseParallel   A replicated   B Shard(0)     the product is sharded like the layer's
+    RowwiseParallel   A Shard(1)     B replicated   the product is Partial like the layer's
 
-So an adapter communicates nothing in forward, and in backward only what A's (B's) gradient is terms
-of. What a wrapper does besides (dropout, scaling, several adapters, merging) is right by itself.
+So an adapter communicates nothing in forward, and in backward only reduces the gradient of the
+replicated parameter. Other operations of a wrapper (dropout, scaling, several adapters, merging)
+need no special handling.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import nn
 from dure.errors import UsageError
 from dure.tensor.placement_types import Placement, Replicate, Shard
 
-__all__ = ["Around", "layer_within", "placement_like"]
+__all__ = ["LayerHooks", "layer_within", "placement_like"]
 
 _OWN = ("weight", "bias")
 
@@ -31,12 +32,12 @@ _OWN = ("weight", "bias")
 def layer_within(
     module: nn.Module, kinds: tuple[type[nn.Module], ...]
 ) -> tuple[nn.Module, list[tuple[nn.Module, str]]] | None:
-    """Return the layer that a module is or wraps, and the other parameters: whose, and their names.
+    """Return the layer that a module is or wraps, and other parameters as (module, name).
 
     Args:
-        module: A layer; or what has one, pairs of Linears that lead from its input to a lower
-            number of features and from there to its output, and parameters of its own.
-        kinds: Of layers.
+        module: A layer, or a wrapper: it contains a layer, pairs of Linears (from the layer's input
+            to fewer features, and from there to its output), and possibly parameters.
+        kinds: Classes of layers.
 
     Returns:
         None for any other module.
@@ -60,7 +61,7 @@ def layer_within(
 
 
 def _lead_through(layer: nn.Module, pairs: list[nn.Module]) -> bool:
-    """Tell whether Linears are pairs from the layer's input over fewer features to its output."""
+    """Return whether Linears are pairs from the layer's input over fewer features to its output."""
     size_out, size_in = layer.get_parameter("weight").shape
     shapes = [m.weight.shape for m in pairs if isinstance(m, nn.Linear)]
     low = min(size_out, size_in)
@@ -70,14 +71,14 @@ def _lead_through(layer: nn.Module, pairs: list[nn.Module]) -> bool:
 
 
 def placement_like(parameter: torch.Tensor, weight: torch.Tensor, cut: Placement) -> Placement:
-    """Return the cut of a layer's weight for a parameter that has its length there; else whole."""
+    """Return the weight's cut if a parameter has the same length there, else Replicate."""
     assert isinstance(cut, Shard)
-    alike = parameter.ndim > cut.dim and parameter.shape[cut.dim] == weight.shape[cut.dim]
-    return cut if alike else Replicate()
+    fits = parameter.ndim > cut.dim and parameter.shape[cut.dim] == weight.shape[cut.dim]
+    return cut if fits else Replicate()
 
 
-class Around:
-    """What is called before and after a layer or, where one runs, the module that wraps it.
+class LayerHooks:
+    """The hooks before and after a layer or, while it runs, the module that wraps the layer.
 
     Threads: as the layer.
     """
@@ -92,19 +93,21 @@ class Around:
         self._inside = False
 
     def register(self, layer: nn.Module, wrapper: nn.Module) -> None:
-        """Put the hooks on a layer and on what wraps it, which may be itself; never twice.
+        """Register the hooks on a layer and its wrapper, which may be the layer itself, once.
 
         Raises:
-            UsageError: The layer is parallel in another way.
+            UsageError: The layer is already parallel with another style.
         """
-        known: Around | None = getattr(layer, "_dure_around", None)
+        known: LayerHooks | None = getattr(layer, "_dure_around", None)
         if known is None:
             known = self
             layer._dure_around = self  # pyright: ignore
             layer.register_forward_pre_hook(self._before_layer)
             layer.register_forward_hook(self._after_layer)
         elif known._style != self._style:
-            raise UsageError("the layer is parallel already", seen=f"{known._style}")
+            raise UsageError(
+                "the layer is already parallel with another style", seen=f"{known._style}"
+            )
         if not hasattr(wrapper, "_dure_around"):
             wrapper._dure_around = known  # pyright: ignore
             wrapper.register_forward_pre_hook(known._enter)

@@ -1,20 +1,22 @@
-"""`ExpertParallel`: each rank of a mesh axis has some of the experts, and tokens travel to them.
+"""`ExpertParallel`: each rank of a mesh axis has some of the experts, and tokens are sent to them.
 
     rows of all experts [N, d] --all_to_all--> rows for this rank's experts, by sender, expert
                                --sorted--> by expert, sender --experts--> and all the way back
 
-The module is one such as `dure.nn.experts.GroupedExperts`, or torchtitan's: called with rows sorted
-by expert, and how many each expert has; its parameters have a row (or block) for each expert.
+The module is one such as `dure.nn.experts.GroupedExperts`, or torchtitan's: it is called with rows
+sorted by expert and the number of rows of each expert; its parameters have a row (or block) for
+each expert.
 
-*Gradients.* In backward an expert gets gradients from the tokens of all ranks of the axis. Where
-each of these ranks has a loss of its own, whose mean is the loss (data parallel), that sum is
-divided by their number. It is done to what flows through: gradients are divided on entering
-backward of the experts and multiplied on leaving it, so that whoever else manages the parameters
+*Gradients.* In backward an expert gets gradients from the tokens of all ranks of the axis. If each
+of these ranks computes its own loss and the mean of these is the loss (data parallel), that sum
+must be divided by the number of ranks. The gradients of activations are divided on entering the
+backward of the experts and multiplied on leaving it, so that other users of the parameters
 (`fully_shard`, an optimizer) need not know.
 
-*Nothing is skipped*: a rank without tokens, and an expert without any, run the same operators on
-empty tensors. So all ranks save as many tensors for backward, and where a forward is computed again
-up to the last of them (activation checkpointing), all stop behind the same collective.
+*Nothing is skipped*: a rank without tokens, and an expert without tokens, run the same operators on
+empty tensors. So all ranks save the same number of tensors for backward. If activation
+checkpointing recomputes the forward up to the last of them, all ranks stop after the same
+collective.
 """
 
 from __future__ import annotations
@@ -42,22 +44,23 @@ class ExpertParallel(ParallelStyle):
     """Experts on the ranks of an axis; tokens are sent to them and back.
 
     Args:
-        gradient_divisor: What gradients of experts are divided by. None: the ranks of the axis,
-            each of which has a loss of its own that is averaged with the others'. 1: the ranks
-            compute one loss together, as those of a tensor-parallel axis do.
+        gradient_divisor: Divisor of the gradients of experts. None: the number of ranks of the
+            axis, for ranks that compute separate losses which are averaged. 1: for ranks that
+            compute one loss together, as on a tensor-parallel axis.
 
     Raises:
-        UsageError: The module has no parameters, or not one expert in each row of them; it is
-            parallel already; at the call, it is given something else than rows and their counts.
-        PlacementError: There are fewer experts than ranks, or so few that a rank has none.
+        UsageError: The module has no parameters, or its parameters do not have one row for each
+            expert; it is already parallel; at the call, the inputs are not rows and their counts.
+        ShapeError: At the call, the counts do not add up to the number of rows.
+        PlacementError: A rank would have no expert.
 
     Collective:
         At each call, all ranks of the axis, also those without tokens.
 
     Cost:
-        Forward two all_to_alls of rows, to the experts and back, and one of 8 bytes an expert;
+        Forward two all_to_alls of rows, to the experts and back, and one of 8 bytes per expert;
         backward two of rows. With N rows of d elements on each of n ranks, routed evenly, each
-        sends (n - 1) / n * N * d elements at a time.
+        rank sends (n - 1) / n * N * d elements in each of them.
 
     Numerics:
         Each row is computed as on one rank; gradients of weights add up the same terms in another
@@ -73,24 +76,24 @@ class ExpertParallel(ParallelStyle):
             distribute(module, name, device_mesh, Shard(0), self.src_data_rank)
         group = device_mesh.get_group()
         divisor = self.gradient_divisor or device_mesh.size()
-        running: list[_Way] = []
+        running: list[_Routing] = []
 
         def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
             rows, counts = _checked(inputs, sum(parts))
-            way = _way_of(counts, parts, group)
-            rows = all_to_all_single(rows, way.takes, way.gives, group)
-            rows = _TransposeBlocks.apply(rows, way.arrived, float(divisor))
-            running.append(way)
-            own = [sum(expert) for expert in zip(*way.arrived, strict=True)]
+            routing = _routing_of(counts, parts, group)
+            rows = all_to_all_single(rows, routing.received, routing.sent, group)
+            rows = _TransposeBlocks.apply(rows, routing.by_rank, float(divisor))
+            running.append(routing)
+            own = [sum(expert) for expert in zip(*routing.by_rank, strict=True)]
             return rows, torch.tensor(own, device=counts.device)
 
         def after(_: nn.Module, inputs: object, output: torch.Tensor | None) -> Any:
-            way = running.pop() if running else None
-            if output is None or way is None:  # the forward, or a hook before it, raised
+            routing = running.pop() if running else None
+            if output is None or routing is None:  # the forward, or a hook before it, raised
                 return None
-            by_expert = tuple(zip(*way.arrived, strict=True))
+            by_expert = tuple(zip(*routing.by_rank, strict=True))
             made: Any = _TransposeBlocks.apply(output, by_expert, 1 / divisor)
-            return all_to_all_single(made, way.gives, way.takes, group)
+            return all_to_all_single(made, routing.sent, routing.received, group)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
@@ -98,14 +101,14 @@ class ExpertParallel(ParallelStyle):
 
 
 def _parts(module: nn.Module, ranks: int) -> list[int]:
-    """Return how many experts each rank has."""
+    """Return the number of experts of each rank."""
     found = dict(module.named_parameters(recurse=False))
     if any(isinstance(p, DTensor) for p in found.values()):
-        raise UsageError("the experts are parallel already", seen=f"{type(module).__name__}")
+        raise UsageError("the experts are already parallel", seen=f"{type(module).__name__}")
     counts = {p.shape[0] if p.ndim else 0 for p in found.values()}
     if len(counts) != 1:
         raise UsageError(
-            "ExpertParallel fits a module whose parameters have one row for each expert",
+            "ExpertParallel requires a module whose parameters have one row for each expert",
             seen=f"{type(module).__name__} with {[f'{n} {[*p.shape]}' for n, p in found.items()]}",
             fix="Give it the module of the experts alone, such as dure.nn.experts.GroupedExperts.",
         )
@@ -115,8 +118,8 @@ def _parts(module: nn.Module, ranks: int) -> list[int]:
         fitting = [n for n in range(1, experts + 1) if -(-experts // n) * (n - 1) < experts]
         raise PlacementError(
             "a rank would have no expert",
-            seen=f"{experts} experts on {ranks} ranks, {max(parts)} on each while there are any",
-            fix=f"Ranks that fit {experts} experts: {', '.join(map(str, fitting))}.",
+            seen=f"{experts} experts on {ranks} ranks, {max(parts)} per rank until none is left",
+            fix=f"Use an axis of {', '.join(map(str, fitting))} ranks.",
         )
     return parts
 
@@ -125,46 +128,47 @@ def _checked(inputs: Sequence[Any], experts: int) -> tuple[torch.Tensor, torch.T
     """Return rows and counts."""
     if len(inputs) != 2 or not all(isinstance(each, torch.Tensor) for each in inputs):
         raise UsageError(
-            "experts are called with rows sorted by expert, and how many each has",
+            "the inputs of experts must be rows sorted by expert, and the number of rows of each",
             seen=f"{[type(each).__name__ for each in inputs]}",
         )
     rows, counts = inputs
     if counts.shape != (experts,) or int(counts.sum()) != len(rows):
         raise ShapeError(
-            "each row is one expert's",
+            "the counts must have one entry per expert and add up to the number of rows",
             seen=f"{len(rows)} rows, and counts {counts.tolist()} for {experts} experts",
         )
     return rows, counts
 
 
-class _Way(NamedTuple):
-    """How rows travel in one forward.
+class _Routing(NamedTuple):
+    """The numbers of rows that are sent and received in one forward.
 
     Attributes:
-        gives, takes: Rows for each rank, and from each.
-        arrived: Of the latter how many are for each of this rank's experts, by rank.
+        sent: For each rank the number of rows sent to it.
+        received: For each rank the number of rows received from it.
+        by_rank: For each rank the number of received rows for each of this rank's experts.
     """
 
-    gives: list[int]
-    takes: list[int]
-    arrived: Sizes
+    sent: list[int]
+    received: list[int]
+    by_rank: Sizes
 
 
-def _way_of(counts: torch.Tensor, parts: list[int], group: ProcessGroup) -> _Way:
-    """Tell the other ranks how many rows come for which of their experts."""
+def _routing_of(counts: torch.Tensor, parts: list[int], group: ProcessGroup) -> _Routing:
+    """Exchange the numbers of rows for each expert between all ranks."""
     counts = counts.detach().long()
     own = parts[group.rank()]
-    arrived = counts.new_empty(len(parts) * own)
-    group.all_to_all_single(arrived, counts, [own] * len(parts), parts)
-    table = arrived.view(len(parts), own).tolist()
-    gives = [int(part.sum()) for part in counts.split(parts)]
-    return _Way(gives, [sum(row) for row in table], tuple(map(tuple, table)))
+    received = counts.new_empty(len(parts) * own)
+    group.all_to_all_single(received, counts, [own] * len(parts), parts)
+    table = received.view(len(parts), own).tolist()
+    sent = [int(part.sum()) for part in counts.split(parts)]
+    return _Routing(sent, [sum(row) for row in table], tuple(map(tuple, table)))
 
 
 class _TransposeBlocks(torch.autograd.Function):
-    """Blocks of rows, those of (i, j) before (i, j + 1), come to lie by j, then i.
+    """Reorders blocks of rows from order (i, j) to order (j, i).
 
-    ``sizes[i][j]`` rows each. In backward gradients go back, times `factor`.
+    Block (i, j) has ``sizes[i][j]`` rows. Backward restores the order and multiplies by `factor`.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""`input_reshard`: what backward needs of replicated activations is kept in parts."""
+"""`input_reshard`: replicated activations saved for backward are kept sharded."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ __all__ = ["input_reshard"]
 def input_reshard(
     module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None
 ) -> nn.Module:
-    """Keep a rank's part, 1 / n, of each replicated activation that backward needs.
+    """Shard the replicated activations that are saved for backward: each rank keeps 1 / n of them.
 
-    Backward gathers it where it is used. Plain tensors, whose values on other ranks nobody knows,
+    Backward gathers an activation when it is used. Plain tensors, which may differ between ranks,
     and parameters stay as they are.
 
     Args:
-        module: Made parallel by `parallelize_module`; changed in place.
-        tp_device_mesh: The mesh, of one axis, of the activations.
-        input_reshard_dim: Which dimension is divided, the last where there are fewer, as in the
-            matrices that a Linear makes of its input; None: nothing is done.
+        module: A module parallelized by `parallelize_module`; changed in place.
+        tp_device_mesh: The mesh of the activations, of one axis.
+        input_reshard_dim: The dimension that is sharded; the last one for activations with fewer
+            dimensions, such as the matrices that a Linear makes of its input. If None, the module
+            is not changed.
 
     Returns:
         The module.
 
     Collective:
-        In backward, all ranks of the mesh: an all_gather for each such activation and use.
+        In backward, all ranks of the mesh: one all_gather for each such activation and use.
     """
     if input_reshard_dim is None:
         return module
@@ -48,17 +49,17 @@ def input_reshard(
 
 
 class _Resharding:
-    """A module whose forward keeps parts.
+    """A module whose forward saves activations sharded.
 
-    Not by hooks of the module: torch runs none after a KeyboardInterrupt or SystemExit, and what
-    later forwards save would be divided too.
+    Hooks of the module would not do: torch does not run them after a KeyboardInterrupt or
+    SystemExit, and then later forwards would save sharded activations, too.
     """
 
     _dure_input_reshard: tuple[DeviceMesh, int]
 
     @untraced_here
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module (Any: whatever it takes and returns)."""
+        """Run the module."""
         assert isinstance(self, nn.Module)
         with _Saving(self, *self._dure_input_reshard):
             return super().__call__(*args, **kwargs)  # pyright: ignore
@@ -66,15 +67,15 @@ class _Resharding:
 
 @cache
 def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass that keeps parts, of the same name."""
+    """Return a subclass of the same name that saves activations sharded."""
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (_Resharding, kind), named)
 
 
 class _Saving(torch.autograd.graph.saved_tensors_hooks):
-    """The hooks of one forward. What several operators save is kept once.
+    """The hooks of one forward. A tensor that several operators save is kept once.
 
-    A tensor is known by its storage, whose weak reference keeps the address from being used again.
+    Tensors are identified by their storage; a weak reference keeps its address from being reused.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
@@ -85,7 +86,7 @@ class _Saving(torch.autograd.graph.saved_tensors_hooks):
         self._kept: dict[object, tuple[StorageWeakRef, weakref.ref[DTensor]]] = {}
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor | tuple[DTensor]:
-        """Return a tensor of which a part is kept, in a tuple; or the tensor."""
+        """Return the sharded tensor in a tuple, or the tensor itself if it is kept unchanged."""
         if (
             not isinstance(tensor, DTensor)
             or tensor.device_mesh != self._mesh

@@ -1,4 +1,4 @@
-"""`parallelize_module`: styles by the names of modules."""
+"""`parallelize_module`: apply styles to modules by their names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["parallelize_module"]
 
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _KEY_VALUE_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
-"""Under what names attention modules keep how many heads they have; the latter for layers whose
-names have a k or a v in them, as k_proj and wv."""
+"""Attributes of attention modules with their number of heads; the latter for layers whose names
+contain a k or a v, such as k_proj and wv."""
 
 
 def parallelize_module(
@@ -35,62 +35,59 @@ def parallelize_module(
     """Make a module tensor parallel, in place.
 
     Args:
-        module: The module, alike on all ranks.
-        device_mesh: Of one axis, such as ``mesh["tp"]``; that of ``with mesh:`` where None.
-        parallelize_plan: A style for the module itself, or a dict of paths to styles. A path has
-            the names of modules joined by dots, each of which may have ``*`` and ``?``; "" is the
-            module itself.
-        src_data_rank: Which rank's parameters are distributed; None: each rank's own, without
-            communication.
+        module: The module, the same on all ranks.
+        device_mesh: A mesh of one axis, such as ``mesh["tp"]``; if None, the one of the enclosing
+            ``with mesh:`` block.
+        parallelize_plan: A style for the module itself, or a dict of paths to styles. A path
+            consists of the names of modules joined by dots; each name may contain ``*`` and ``?``.
+            "" is the module itself.
+        src_data_rank: The rank whose parameters are distributed. If None, each rank uses its own,
+            without communication.
 
     Returns:
         The module.
 
     Raises:
-        MeshError: The mesh has not one axis.
-        UsageError: A style does not fit its module; the module is named.
-        PlacementError: Heads of an attention that is cut by columns do not divide by the ranks.
-        UsageError: Within `dure.tensor.strict()`: a path matches nothing. Else that is a warning,
-            with the names that are near.
+        MeshError: No mesh, or one with more than one axis.
+        UsageError: The plan has an entry that is not a style; a style does not fit its module; or,
+            within `dure.tensor.strict()`, a path matches no module (otherwise that is a warning
+            with similar names).
+        PlacementError: An attention layer would be cut by columns, and the number of ranks does not
+            divide its heads.
 
     Collective:
-        All ranks of the mesh, with the same plan: parameters are scattered or broadcast.
+        All ranks of the mesh, with the same plan.
 
     Cost:
-        Here one scatter or broadcast a parameter; of a step, see the styles.
+        One scatter or broadcast per parameter. For the cost of a step, see the styles.
+
+    Example:
+        ```python
+        from dure.tensor import init_device_mesh
+        from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
+        mlp = torch.nn.Sequential(*layers)
+        parallelize_module(mlp, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        assert mlp[0].weight.to_local().shape == (4, 4)  # 4 of 8 output features
+        assert mlp(torch.ones(3, 4)).shape == (3, 4)     # one all_reduce
+        ```
     """
     mesh = mesh_or_current(device_mesh, "parallelize_module")
     if mesh.ndim != 1:
         raise MeshError(
-            "tensor parallelism takes one axis of a mesh",
+            "tensor parallelism needs a mesh of one axis",
             op="parallelize_module",
             seen=f"{mesh!r}",
-            fix='Pass mesh["tp"], or however the axis is called.',
+            fix='Pass one axis, such as mesh["tp"].',
         )
     if not parallelize_plan:
         warnings.warn(
             "parallelize_plan is empty, so no module is parallelized", UsageWarning, stacklevel=2
         )
         return module
-    if isinstance(parallelize_plan, ParallelStyle):
-        parallelize_plan = {"": parallelize_plan}
-    if not isinstance(parallelize_plan, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(
-            "parallelize_plan must be a style, or a dict of module paths to styles, of "
-            "dure.tensor.parallel",
-            op="parallelize_module",
-            seen=f"{parallelize_plan!r}",
-            fix=import_instead_of(parallelize_plan, "dure.tensor.parallel"),
-        )
-    for path, style in parallelize_plan.items():
-        if not isinstance(style, ParallelStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(
-                f"the plan's entry {path!r} is not a style of dure.tensor.parallel",
-                op="parallelize_module",
-                seen=f"{style!r}",
-                fix=import_instead_of(style, "dure.tensor.parallel")
-                or "Write an instance, such as ColwiseParallel().",
-            )
+    for path, style in _checked(parallelize_plan).items():
         modules = module.named_modules(remove_duplicate=False)
         found = [(name, target) for name, target in modules if _matches(name, path)]
         if not found:
@@ -112,25 +109,53 @@ def parallelize_module(
     return module
 
 
+def _checked(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
+    """Return a plan as a dict of styles.
+
+    Raises:
+        UsageError: It is not one.
+    """
+    if isinstance(plan, ParallelStyle):
+        return {"": plan}
+    if not isinstance(plan, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            "parallelize_plan must be a style, or a dict of module paths to styles, of "
+            "dure.tensor.parallel",
+            op="parallelize_module",
+            seen=f"{plan!r}",
+            fix=import_instead_of(plan, "dure.tensor.parallel"),
+        )
+    for path, style in plan.items():
+        if not isinstance(style, ParallelStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                f"the plan's entry {path!r} is not a style of dure.tensor.parallel",
+                op="parallelize_module",
+                seen=f"{style!r}",
+                fix=import_instead_of(style, "dure.tensor.parallel")
+                or "Write an instance, such as ColwiseParallel().",
+            )
+    return plan
+
+
 def _matches(name: str, path: str) -> bool:
-    """Tell whether a path is that of a module, component by component; "" is the outermost."""
+    """Return whether a path matches a module's name, component by component."""
     names, parts = name.split("."), path.split(".")
-    alike = len(names) == len(parts) and all(map(fnmatchcase, names, parts))
-    return alike and bool(name) == bool(path)
+    matches = len(names) == len(parts) and all(map(fnmatchcase, names, parts))
+    return matches and bool(name) == bool(path)  # "" is the module itself, "*" is not
 
 
 def _no_match(module: nn.Module, path: str) -> None:
     names = [name for name, _ in module.named_modules() if name]
     near = difflib.get_close_matches(path, names, n=3, cutoff=0.4)
     what = f"the plan's path {path!r} matches no module of {type(module).__name__}"
-    told = f"near names are {', '.join(near)}" if near else f"its modules are {', '.join(names)}"
+    known = f"similar names: {', '.join(near)}" if near else f"its modules: {', '.join(names)}"
     if state.strict.get():
-        raise UsageError(what, op="parallelize_module", seen=told)
-    warnings.warn(f"{what}: {told}", UsageWarning, stacklevel=3)
+        raise UsageError(what, op="parallelize_module", seen=known)
+    warnings.warn(f"{what}; {known}", UsageWarning, stacklevel=3)
 
 
 def _divided(parent: nn.Module, target: nn.Module, heads: int, ranks: int) -> bool:
-    """Tell whether a program has divided the number of heads already, as its parent counts them."""
+    """Return whether the program has already divided the number of heads by the ranks."""
     size, features = getattr(parent, "head_dim", None), getattr(target, "out_features", None)
     return isinstance(size, int) and features == heads * ranks * size
 
@@ -138,7 +163,7 @@ def _divided(parent: nn.Module, target: nn.Module, heads: int, ranks: int) -> bo
 def _check_heads(
     root: nn.Module, name: str, target: nn.Module, style: ParallelStyle, ranks: int
 ) -> None:
-    """Raise where the parent of a layer cut by columns has heads that the ranks do not divide."""
+    """Raise if the number of ranks does not divide the heads of a layer cut by columns."""
     if not isinstance(style, ColwiseParallel) or "." not in name:
         return
     parent_name, _, own_name = name.rpartition(".")
@@ -150,7 +175,7 @@ def _check_heads(
         if isinstance(heads, int) and heads % ranks and not _divided(parent, target, heads, ranks):
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
             raise PlacementError(
-                f"module {name!r} would be cut through its heads",
+                f"module {name!r} would be cut within a head",
                 op="parallelize_module",
                 seen=f"{parent_name}.{attribute} is {heads}, on {ranks} ranks",
                 fix=f"Use an axis of {', '.join(map(str, fits))} ranks, or leave all layers of "

@@ -1,23 +1,24 @@
 """Styles: how a module is made tensor parallel on an axis of a mesh.
 
-A style distributes the module's parameters, and puts hooks before and after its forward that bring
-what comes in and goes out to the placements that the computation wants:
+A style distributes the module's parameters, and registers hooks that redistribute its inputs and
+outputs to the required placements:
 
     ColwiseParallel    Linear: output features on the ranks    R        -> S(-1)
                        Embedding: columns of the table         R        -> S(-1)
-    RowwiseParallel    Linear: input features on the ranks     S(-1)    -> terms -> R
-                       Embedding: rows of the table            R        -> terms -> R
-    SequenceParallel   norms, dropout: whole parameters        S(seq)   -> S(seq)
+    RowwiseParallel    Linear: input features on the ranks     S(-1)    -> P -> R
+                       Embedding: rows of the table            R        -> P -> R
+    SequenceParallel   norms, dropout: parameters replicated   S(seq)   -> S(seq)
 
-A column-wise layer followed by a row-wise one costs one all_reduce forward and one backward; with
-the activations between such pairs sharded over the sequence, an all_gather and a reduce_scatter in
-its place, and 1/n of the memory (https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2205.05198).
+A column-wise layer followed by a row-wise one costs one all_reduce forward and one backward. If the
+activations between such pairs are sharded over the sequence, an all_gather and a reduce_scatter
+replace each all_reduce, and activations take 1/n of the memory (https://arxiv.org/abs/1909.08053,
+https://arxiv.org/abs/2205.05198).
 
-Tensors that come in as plain ones are taken as this rank's part under `input_layouts`; what goes
-out is a plain tensor again where `use_local_output` says so.
+A plain input is taken as this rank's part under `input_layouts`; the output is a plain tensor if
+`use_local_output` is set.
 
-Layers that are given the same tensor one after another, as q, k and v of an attention, share what
-the first one made of it (`_Shared`): it is moved once, and so is its gradient.
+Layers that get the same input one after another, such as q, k and v of attention, share the
+redistributed input (`_InputCache`): it is redistributed once, and so is its gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from dure.mesh import DeviceMesh
 from dure.tensor.autograd import from_part, part_of, to_target
 from dure.tensor.distribute import distribute_tensor, share_hooks
 from dure.tensor.dtensor import DTensor
-from dure.tensor.parallel.adapters import Around, layer_within, placement_like
+from dure.tensor.parallel.adapters import LayerHooks, layer_within, placement_like
 from dure.tensor.placement_types import Placement, Replicate, Shard
 from dure.tensor.spec import DTensorSpec, as_placements
 
@@ -55,18 +56,18 @@ Layouts = Placement | Sequence[Placement | None] | None
 
 
 class ParallelStyle(ABC):
-    """How a module is made parallel; base for one's own styles.
+    """A way to parallelize a module; the base class of styles, also for custom ones.
 
     Attributes:
-        src_data_rank: Which rank's parameters are distributed; None: each rank's own. Set by
-            `parallelize_module`.
+        src_data_rank: The rank whose parameters are distributed; None: each rank uses its own. Set
+            by `parallelize_module`.
     """
 
     src_data_rank: int | None = 0
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Make a module parallel, in place; return it."""
+        """Parallelize a module in place and return it."""
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value}" for name, value in vars(self).items())
@@ -80,14 +81,14 @@ def moved(
     wanted: Placement | None,
     features: int | None = None,
 ) -> DTensor:
-    """Return a tensor as a DTensor with the placement wanted.
+    """Return a tensor as a DTensor with the required placement.
 
     Args:
         tensor: A DTensor, or this rank's part of one.
-        mesh: Of one axis.
-        given: What `tensor` is a part under, if it is a plain one.
-        wanted: What it is brought to; as it is where None.
-        features: Size of the whole tensor's last dimension, which ranks may not divide.
+        mesh: A mesh of one axis.
+        given: The placement of a plain tensor.
+        wanted: The required placement; if None, the tensor is not redistributed.
+        features: Size of the full tensor's last dimension, which ranks may not divide.
     """
     if not isinstance(tensor, DTensor):
         tensor = from_part(tensor, _spec_of_part(tensor, mesh, given, features))
@@ -97,11 +98,11 @@ def moved(
     return tensor if target is tensor.spec else to_target(tensor, target)
 
 
-class _Shared:
-    """What the last layer made of its input, for the next layer that is given the same.
+class _InputCache:
+    """The redistributed input of the last layer, for the next layer that gets the same input.
 
-    It must still be what would be made now: the versions of both are compared, and whether it has a
-    gradient.
+    It is used only if redistributing again would give the same: the versions of both tensors, the
+    arguments, and whether gradients are enabled must be unchanged.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class _Shared:
         self.made: tuple[object, ...] = ()
 
     def moved(self, tensor: torch.Tensor, *args: Any) -> DTensor:
-        """Return what `moved` does, the same object for the same arguments."""
+        """Return the result of `moved`, from the cache if the arguments are the same."""
         versions, result = _versions(tensor), self.result
         made = (versions, torch.is_grad_enabled(), *args)
         if (
@@ -125,32 +126,32 @@ class _Shared:
 
 
 def _versions(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return how often a tensor and its part were written; None in inference: it is not counted."""
+    """Return the versions of a tensor and its part; None for inference tensors, which have none."""
     part = tensor.part if isinstance(tensor, DTensor) else tensor
     return None if part.is_inference() else (tensor._version, part._version)
 
 
-class _Running(threading.local):
-    """For each module that `parallelize_module` was given and that runs, what its layers share."""
+class _RunningModules(threading.local):
+    """One cache for each running module that was passed to `parallelize_module`."""
 
     def __init__(self) -> None:
-        self.shared: list[_Shared] = []
+        self.caches: list[_InputCache] = []
 
 
-_running = _Running()
+_running = _RunningModules()
 
 
 def _begin(*_: object) -> None:
-    _running.shared.append(_Shared())
+    _running.caches.append(_InputCache())
 
 
 def _end(*_: object) -> None:
-    if _running.shared:  # else a hook before `_begin` has failed
-        _running.shared.pop()
+    if _running.caches:  # else a hook before `_begin` has failed
+        _running.caches.pop()
 
 
 def share_inputs(module: nn.Module) -> None:
-    """Let the layers of a module share what they make of one input while the module runs."""
+    """Let the layers of a module share redistributed inputs while the module runs."""
     module.register_forward_pre_hook(_begin, prepend=True)
     module.register_forward_hook(_end, always_call=True)
 
@@ -163,12 +164,12 @@ when_left.append(_specs.clear)
 def _spec_of_part(
     part: torch.Tensor, mesh: DeviceMesh, given: Placement, features: int | None
 ) -> DTensorSpec:
-    """Return the spec of a tensor of which this rank has a part.
+    """Return the spec of a tensor from this rank's part.
 
     Raises:
-        ShapeError: The whole has not this number of features.
+        ShapeError: The full tensor does not have this number of features.
     """
-    # The mesh by its number: equal meshes of ranks that are threads are not the same.
+    # The mesh is identified by its number: meshes of ranks that are threads may be equal.
     key = (part.shape, part.stride(), part.dtype, mesh.number, given, features)
     spec = _specs.get(key)
     if spec is None:
@@ -194,10 +195,10 @@ when_left.append(_target.cache_clear)
 def distribute(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src: int | None
 ) -> None:
-    """Make a parameter of a module a DTensor; one that several modules share stays shared.
+    """Replace a parameter of a module by a DTensor; a shared parameter stays shared.
 
     Raises:
-        PlacementError: Another module shares it, and wants another placement.
+        PlacementError: Another module shares it and requires another placement.
     """
     parameter = module.get_parameter(name)
     if isinstance(parameter, DTensor):
@@ -210,11 +211,11 @@ def distribute(
         parameter._dure_tied = (placement, tied)  # pyright: ignore[reportAttributeAccessIssue]
     elif known[0] != placement:
         raise PlacementError(
-            "a parameter that two modules share has one placement",
-            seen=f"{name} of {type(module).__name__} is to be {placement!r}, and is {known[0]!r} "
-            "for the module that it is shared with",
-            fix="Choose styles that agree: RowwiseParallel for an embedding and ColwiseParallel "
-            "for an output layer tied to it both shard the vocabulary.",
+            "two modules that share a parameter require different placements for it",
+            seen=f"{name} of {type(module).__name__} must be {placement!r}, the other module "
+            f"requires {known[0]!r}",
+            fix="Choose matching styles: RowwiseParallel for an embedding and ColwiseParallel for "
+            "an output layer tied to it both shard the vocabulary.",
         )
     else:
         tied = known[1]
@@ -222,14 +223,14 @@ def distribute(
 
 
 class _LayerParallel(ParallelStyle):
-    """What the two ways of cutting a Linear or an Embedding share."""
+    """The common base of ColwiseParallel and RowwiseParallel."""
 
-    _cuts: ClassVar[Mapping[type[nn.Module], Mapping[str, Placement]]]
-    """For each kind of module the placement of its parameters."""
-    _wants: ClassVar[Mapping[type[nn.Module], Placement]]
-    """For each kind of module what its input must be."""
-    _gives: ClassVar[Placement]
-    """What its output is brought to, if nothing else is said."""
+    _parameters: ClassVar[Mapping[type[nn.Module], Mapping[str, Placement]]]
+    """For each class of module the placements of its parameters."""
+    _input: ClassVar[Mapping[type[nn.Module], Placement]]
+    """For each class of module the required placement of its input."""
+    _output: ClassVar[Placement]
+    """The default placement of the output."""
 
     def __init__(
         self,
@@ -243,18 +244,18 @@ class _LayerParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        found = layer_within(module, tuple(self._cuts))
+        found = layer_within(module, tuple(self._parameters))
         if found is None:
             raise UsageError(
                 f"{type(self).__name__} does not fit this module",
                 seen=f"{type(module).__name__}",
-                fix="It cuts nn.Linear and nn.Embedding, also where adapters wrap them. "
-                "SequenceParallel fits norms and dropout; PrepareModuleInput and "
+                fix="It supports nn.Linear and nn.Embedding, also within adapters. Use "
+                "SequenceParallel for norms and dropout; PrepareModuleInput and "
                 "PrepareModuleOutput fit every module.",
             )
         layer, adapters = found
-        kind = next(kind for kind in self._cuts if isinstance(layer, kind))
-        cut = self._cuts[kind]
+        kind = next(kind for kind in self._parameters if isinstance(layer, kind))
+        cut = self._parameters[kind]
         weight = layer.get_parameter("weight")
         src = self.src_data_rank
         for owner, name in adapters:
@@ -263,22 +264,22 @@ class _LayerParallel(ParallelStyle):
         for name, placement in cut.items():
             if getattr(layer, name, None) is not None:
                 distribute(layer, name, device_mesh, placement, src)
-        wanted = self._wants[kind]
-        given, out = self.input_layouts or wanted, self.output_layouts or self._gives
+        wanted = self._input[kind]
+        given, out = self.input_layouts or wanted, self.output_layouts or self._output
         features = layer.in_features if isinstance(layer, nn.Linear) else None
 
         def before(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            move = _running.shared[-1].moved if _running.shared else moved
+            move = _running.caches[-1].moved if _running.caches else moved
             try:
                 x = move(inputs[0], device_mesh, given, wanted, features)
             except ShapeError:
                 x = inputs[0]
             if features not in (None, x.shape[-1]) or not isinstance(x, DTensor):
                 raise ShapeError(
-                    f"{type(self).__name__}: the layer takes another number of features",
-                    seen=f"{layer} is given an input of {list(inputs[0].shape)} on this rank, as "
-                    f"its part under {given!r}",
-                    fix="Where each rank has the whole input, say input_layouts=Replicate().",
+                    f"{type(self).__name__}: the input has a wrong number of features",
+                    seen=f"{layer} got an input of {list(inputs[0].shape)} on this rank, as its "
+                    f"part under {given!r}",
+                    fix="If each rank has the full input, pass input_layouts=Replicate().",
                 )
             return x, *inputs[1:]
 
@@ -286,65 +287,109 @@ class _LayerParallel(ParallelStyle):
             result = moved(output, device_mesh, out, out)
             return part_of(result) if self.use_local_output else result
 
-        told = f"{type(self).__name__}: {given} to {out}, use_local_output={self.use_local_output}"
-        Around(told, before, after).register(layer, module)
+        style = f"{type(self).__name__}: {given} to {out}, use_local_output={self.use_local_output}"
+        LayerHooks(style, before, after).register(layer, module)
         return module
 
 
 class ColwiseParallel(_LayerParallel):
-    """Output features of a Linear, or columns of an Embedding, on the ranks.
+    """Shard the output features of a Linear, or the columns of an Embedding.
 
     Args:
-        input_layouts: What a plain input is a part under; replicated where None.
-        output_layouts: What the output is brought to; sharded on the last dimension where None.
-        use_local_output: Whether the output is this rank's part, a plain tensor.
+        input_layouts: The placement of a plain input; Replicate if None.
+        output_layouts: The placement to which the output is redistributed; Shard(-1) if None.
+        use_local_output: Whether to return this rank's part, a plain tensor, instead of a DTensor.
+
+    Raises:
+        UsageError: By `parallelize_module`: the module is not a Linear or Embedding and does not
+            wrap one, or is already parallel with another style.
+        ShapeError: At the call: the input has a wrong number of features.
 
     Cost:
-        Forward none if the input is whole; backward an all_reduce of the input's gradient.
+        Forward nothing if the input is replicated; backward one all_reduce of the input's gradient.
+
+    Example:
+        ```python
+        from dure.tensor import init_device_mesh
+        from dure.tensor.parallel import ColwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        layer = parallelize_module(torch.nn.Linear(3, 8), mesh, ColwiseParallel())
+        assert layer(torch.ones(5, 3)).shape == (5, 4)  # this rank's 4 of 8 features
+        ```
     """
 
-    _cuts: ClassVar = {
+    _parameters: ClassVar = {
         nn.Linear: {"weight": Shard(0), "bias": Shard(0)},
         nn.Embedding: {"weight": Shard(1)},
     }
-    _wants: ClassVar = {nn.Linear: Replicate(), nn.Embedding: Replicate()}
-    _gives: ClassVar = Shard(-1)
+    _input: ClassVar = {nn.Linear: Replicate(), nn.Embedding: Replicate()}
+    _output: ClassVar = Shard(-1)
 
 
 class RowwiseParallel(_LayerParallel):
-    """Input features of a Linear, or rows of an Embedding, on the ranks.
+    """Shard the input features of a Linear, or the rows of an Embedding.
 
     Args:
-        input_layouts: What a plain input is a part under; where None, sharded on the last dimension
-            for a Linear, replicated for an Embedding.
-        output_layouts: What the output, terms of a sum, is brought to; replicated where None.
-        use_local_output: Whether the output is this rank's part, a plain tensor.
+        input_layouts: The placement of a plain input; if None, Shard(-1) for a Linear and Replicate
+            for an Embedding.
+        output_layouts: The placement to which the output, which is Partial, is redistributed;
+            Replicate if None.
+        use_local_output: Whether to return this rank's part, a plain tensor, instead of a DTensor.
 
     Raises:
-        ShapeError: At the call: the input has not the layer's number of features.
+        UsageError: By `parallelize_module`: the module is not a Linear or Embedding and does not
+            wrap one, or is already parallel with another style.
+        ShapeError: At the call: the input has a wrong number of features.
 
     Cost:
-        Forward an all_reduce of the output, or a reduce_scatter if it is brought to `Shard`;
-        backward none, or an all_gather.
+        Forward one all_reduce of the output, or a reduce_scatter if `output_layouts` is Shard;
+        backward nothing, or an all_gather.
+
+    Example:
+        ```python
+        from dure.tensor import init_device_mesh
+        from dure.tensor.parallel import RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        table = parallelize_module(torch.nn.Embedding(10, 3), mesh, RowwiseParallel())
+        assert table.weight.to_local().shape == (5, 3)  # this rank's 5 of 10 rows
+        assert table(torch.tensor([1, 7])).shape == (2, 3)
+        ```
     """
 
-    _cuts: ClassVar = {
+    _parameters: ClassVar = {
         nn.Linear: {"weight": Shard(1), "bias": Replicate()},
         nn.Embedding: {"weight": Shard(0)},
     }
-    _wants: ClassVar = {nn.Linear: Shard(-1), nn.Embedding: Replicate()}
-    _gives: ClassVar = Replicate()
+    _input: ClassVar = {nn.Linear: Shard(-1), nn.Embedding: Replicate()}
+    _output: ClassVar = Replicate()
 
 
 class SequenceParallel(ParallelStyle):
-    """Activations sharded over the sequence, parameters whole: LayerNorm, RMSNorm, Dropout.
+    """Activations sharded over the sequence, parameters replicated: LayerNorm, RMSNorm, Dropout.
 
     Args:
-        sequence_dim: The dimension of the sequence.
-        use_local_output: Whether the output is this rank's part, a plain tensor.
+        sequence_dim: The dimension of the sequence in the input.
+        use_local_output: Whether to return this rank's part, a plain tensor, instead of a DTensor.
+
+    Raises:
+        UsageError: At the call: the input is not a tensor.
 
     Cost:
-        None; the parameters' gradients are terms, reduced when ``.grad`` is first read.
+        Nothing in forward and backward. The parameters' gradients are Partial; one all_reduce
+        reduces each when ``.grad`` is first read.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, init_device_mesh
+        from dure.tensor.parallel import SequenceParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        norm = parallelize_module(torch.nn.LayerNorm(4), mesh, SequenceParallel())
+        output = norm(torch.ones(1, 3, 4))  # 3 of 6 positions
+        assert output.shape == (1, 6, 4) and output.placements == (Shard(1),)
+        ```
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
@@ -359,7 +404,7 @@ class SequenceParallel(ParallelStyle):
         def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             if not isinstance(inputs[0], torch.Tensor):
                 raise UsageError(
-                    f"the input of {type(module).__name__} is no tensor", seen=f"{inputs[0]!r}"
+                    f"the input of {type(module).__name__} is not a tensor", seen=f"{inputs[0]!r}"
                 )
             return moved(inputs[0], device_mesh, sharded, sharded), *inputs[1:]
 
@@ -385,14 +430,14 @@ def _prepared(
     given: Placement | None,
     wanted: Placement | None,
 ) -> Any:
-    """Return what has a layout with the placement wanted, as a part if that is asked for."""
+    """Return a value with the required placement, as this rank's part if `local`."""
     if given is None:
         return value
     if not isinstance(value, torch.Tensor):
         raise PlacementError(
-            f"{type(module).__name__} has a layout for what is no tensor",
+            f"{type(module).__name__} has a layout for an argument or result that is not a tensor",
             seen=f"{value!r}",
-            fix="Give None as its layout.",
+            fix="Pass None as its layout.",
         )
     result = moved(value, mesh, given, wanted)
     return part_of(result) if local else result
@@ -401,23 +446,39 @@ def _prepared(
 def _check_pair(given: Sequence[object] | None, wanted: Sequence[object] | None, what: str) -> None:
     if given is not None and (wanted is None or len(given) != len(wanted)):
         raise PlacementError(
-            f"{what}_layouts and desired_{what}_layouts have one entry for each tensor",
+            f"{what}_layouts and desired_{what}_layouts must have one entry for each tensor",
             seen=f"{given} and {wanted}",
         )
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Bring the tensors that a module is given to the placements that it wants.
+    """Redistribute the inputs of a module to the placements that it requires.
 
     Args:
-        input_layouts: For each positional input what a plain tensor is a part under; None for what
-            is to be left as it is.
-        desired_input_layouts: What each is brought to.
-        input_kwarg_layouts, desired_input_kwarg_layouts: The same, by keyword.
+        input_layouts: For each positional input the placement of a plain tensor; None for inputs
+            that are passed on unchanged.
+        desired_input_layouts: For each positional input the required placement.
+        input_kwarg_layouts, desired_input_kwarg_layouts: The same for keyword arguments, by name.
         use_local_output: Whether the module gets this rank's parts, plain tensors.
 
     Raises:
-        PlacementError: The numbers of layouts differ; at the call, that of the inputs.
+        PlacementError: The numbers of layouts differ; at the call: the number of inputs differs
+            from that of the layouts, or an input with a layout is not a tensor.
+
+    Cost:
+        At each call the redistribution of each input (see `DTensor.redistribute`), and in backward
+        that of its gradient.
+
+    Example:
+        ```python
+        from dure.tensor import Replicate, Shard, init_device_mesh
+        from dure.tensor.parallel import PrepareModuleInput, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+        module = parallelize_module(torch.nn.ReLU(), mesh, style)
+        assert module(torch.ones(2, 3)).to_local().shape == (4, 3)  # both ranks' rows
+        ```
     """
 
     def __init__(
@@ -453,7 +514,7 @@ class PrepareModuleInput(ParallelStyle):
                     raise PlacementError(
                         f"{type(module).__name__} has another number of inputs than layouts",
                         seen=f"{len(inputs)} inputs, {len(given)} input_layouts",
-                        fix="Give None for those that are no tensors.",
+                        fix="Pass None as the layout of inputs that are not tensors.",
                     )
                 inputs = tuple(map(prepared, inputs, given, wanted))
             by_name, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
@@ -465,16 +526,32 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Bring the tensors that a module returns to the placements that its user wants.
+    """Redistribute the outputs of a module.
 
     Args:
-        output_layouts: For each output what a plain tensor is a part under; None for what is to be
-            left as it is.
-        desired_output_layouts: What each is brought to.
+        output_layouts: For each output the placement of a plain tensor; None for outputs that are
+            returned unchanged.
+        desired_output_layouts: For each output the required placement.
         use_local_output: Whether the outputs are this rank's parts, plain tensors.
 
     Raises:
-        PlacementError: The numbers of layouts differ; at the call, that of the outputs.
+        PlacementError: The numbers of layouts differ; at the call: the number of outputs differs
+            from that of the layouts, or an output with a layout is not a tensor.
+
+    Cost:
+        At each call the redistribution of each output (see `DTensor.redistribute`), and in backward
+        that of its gradient.
+
+    Example:
+        ```python
+        from dure.tensor import Replicate, Shard, init_device_mesh
+        from dure.tensor.parallel import PrepareModuleOutput, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        style = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
+        module = parallelize_module(torch.nn.ReLU(), mesh, style)
+        assert module(torch.ones(2, 3)).shape == (4, 3)  # both ranks' rows
+        ```
     """
 
     def __init__(
@@ -509,13 +586,16 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` in one, with the arguments of both.
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one style, with the arguments of both.
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: As
-            there.
+            for `PrepareModuleInput`.
         use_local_input: Whether the module gets this rank's parts, plain tensors.
-        output_layouts, desired_output_layouts, use_local_output: As there.
+        output_layouts, desired_output_layouts, use_local_output: As for `PrepareModuleOutput`.
+
+    Raises:
+        PlacementError: As there.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The rules of operators, a family a file; what a rule is, is told in registry.py."""
+"""The sharding rules of operators, one file per family; registry.py describes rules."""
 
 from __future__ import annotations
 

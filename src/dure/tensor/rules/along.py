@@ -1,4 +1,4 @@
-"""Operators that work along one dimension, or some: cuts through the others go along.
+"""Operators that work along one or some dimensions; the others may be sharded.
 
 Sorting, cumulative sums, flips and shifts, padding, repeating, triangles, joining.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dure.tensor.call import LINEAR, TERMS, OpCall, R, Strategy, alike
+from dure.tensor.call import LINEAR, TERMS, AxisStrategy, OpCall, R, same_placement
 from dure.tensor.placement_types import Shard
 from dure.tensor.registry import by_value, rule
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _others(call: OpCall) -> list[int]:
-    """Return the dimensions other than the one that the operator names."""
+    """Return the dimensions other than the argument `dim`."""
     ndim = call.operands[0].ndim
     return [d for d in range(ndim) if d != call.arg("dim") % ndim]
 
@@ -28,75 +28,76 @@ def _others(call: OpCall) -> list[int]:
     aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default,
     aten._safe_softmax.default,
 )  # fmt: skip
-def _along_one(call: OpCall) -> list[Strategy]:
+def _along_one(call: OpCall) -> list[AxisStrategy]:
     linear = call.op is aten.cumsum.default and call.operands[0].meta.dtype.is_floating_point
-    return alike(call, [*map(Shard, _others(call)), *(LINEAR if linear else ())])
+    return same_placement(call, [*map(Shard, _others(call)), *(LINEAR if linear else ())])
 
 
 @rule(aten.flip.default, aten.roll.default)
-def _reordered(call: OpCall) -> list[Strategy]:
+def _reordered(call: OpCall) -> list[AxisStrategy]:
     ndim, dims = call.operands[0].ndim, call.arg("dims")
     flat = call.op is aten.roll.default and not dims
     moved = set(range(ndim)) if flat else {d % ndim for d in dims if ndim}
-    return alike(call, [*(Shard(d) for d in range(ndim) if d not in moved), *TERMS])
+    return same_placement(call, [*(Shard(d) for d in range(ndim) if d not in moved), *TERMS])
 
 
 @rule(aten.renorm.default)
-def _renorm(call: OpCall) -> list[Strategy]:
-    return alike(call, [Shard(call.arg("dim") % call.operands[0].ndim)])
+def _renorm(call: OpCall) -> list[AxisStrategy]:
+    return same_placement(call, [Shard(call.arg("dim") % call.operands[0].ndim)])
 
 
 by_value.add(aten.constant_pad_nd.default)
 
 
 @rule(aten.constant_pad_nd.default)
-def _padded(call: OpCall) -> list[Strategy]:
+def _padded(call: OpCall) -> list[AxisStrategy]:
     ndim, pad = call.operands[0].ndim, call.arg("pad")
     same = [Shard(d) for d in range(ndim) if not any(pad[2 * (ndim - 1 - d) : 2 * (ndim - d)])]
-    return alike(call, [*same, *(LINEAR if call.arg("value") == 0 else ())])
+    return same_placement(call, [*same, *(LINEAR if call.arg("value") == 0 else ())])
 
 
 @rule(aten.repeat.default)
-def _repeated(call: OpCall) -> list[Strategy]:
+def _repeated(call: OpCall) -> list[AxisStrategy]:
     spec, repeats = call.operands[0], call.arg("repeats")
     added = len(repeats) - spec.ndim
     same = [d for d in range(spec.ndim) if repeats[d + added] == 1]
-    return [Strategy((Shard(d),), (Shard(d + added),)) for d in same] + alike(call, TERMS)
+    cuts = [AxisStrategy((Shard(d),), (Shard(d + added),)) for d in same]
+    return cuts + same_placement(call, TERMS)
 
 
 def _triangle_local(call: OpCall) -> Callable[..., Any]:
-    """Count the diagonal from where this rank's rows and columns begin."""
+    """Shift the diagonal by the offsets of this rank's rows and columns."""
     spec, op = call.operands[0], call.op
     (_, row), (_, column) = spec.runs(spec.ndim - 2)[0], spec.runs(spec.ndim - 1)[0]
     return lambda tensor, diagonal=0: op(tensor, diagonal + row - column)
 
 
 @rule(aten.tril.default, aten.triu.default, local=_triangle_local, contiguous=True)
-def _triangle(call: OpCall) -> list[Strategy]:
-    return alike(call, [*map(Shard, range(call.operands[0].ndim)), *LINEAR])
+def _triangle(call: OpCall) -> list[AxisStrategy]:
+    return same_placement(call, [*map(Shard, range(call.operands[0].ndim)), *LINEAR])
 
 
 # ---- joining -------------------------------------------------------------------------------------
 
 
 @rule(aten.cat.default)
-def _joined(call: OpCall) -> list[Strategy]:
+def _joined(call: OpCall) -> list[AxisStrategy]:
     ndim = len(call.output.shape)
     nothing = [spec.shape == (0,) and ndim != 1 for spec in call.operands]
-    found: list[Strategy] = []
+    found: list[AxisStrategy] = []
     cut = {p.dim for spec in call.operands for p in spec.placements if isinstance(p, Shard)}
     for d in range(ndim):
-        if d != call.arg("dim") % ndim and d in cut:  # as torch; others would be exchanged
+        if d != call.arg("dim") % ndim and d in cut:  # as in torch; others need an all_to_all
             inputs = tuple(R if empty else Shard(d) for empty in nothing)
-            found.append(Strategy(inputs, (Shard(d),)))
+            found.append(AxisStrategy(inputs, (Shard(d),)))
     dtypes = {spec.meta.dtype for spec in call.operands}
-    return found + alike(call, TERMS if len(dtypes) == 1 else ())
+    return found + same_placement(call, TERMS if len(dtypes) == 1 else ())
 
 
 @rule(aten.stack.default)
-def _stacked(call: OpCall) -> list[Strategy]:
+def _stacked(call: OpCall) -> list[AxisStrategy]:
     ndim, count = call.operands[0].ndim, len(call.operands)
     new = call.arg("dim") % (ndim + 1)
-    found = [Strategy((Shard(d),) * count, (Shard(d + (d >= new)),)) for d in range(ndim)]
+    found = [AxisStrategy((Shard(d),) * count, (Shard(d + (d >= new)),)) for d in range(ndim)]
     dtypes = {spec.meta.dtype for spec in call.operands}
-    return found + alike(call, TERMS if len(dtypes) == 1 else ())
+    return found + same_placement(call, TERMS if len(dtypes) == 1 else ())

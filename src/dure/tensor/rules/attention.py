@@ -1,12 +1,14 @@
-"""Scaled dot product attention, as the CPU's kernel and those for GPUs compute it.
+"""Scaled dot product attention, for the kernels of the CPU and of GPUs.
 
-Tensors are [batch, heads, length, width]. Batch and heads may be sharded; heads of keys and values,
-where there are fewer, only if each rank's queries then find theirs on it. On the CPU the queries'
-length may be, unless a causal mask counts their positions; then keys and values get gradients that
-are terms. Kernels for GPUs return other things beside the result (logarithms of sums, in a layout
-of their own; states of random generators), which a backward kernel takes as they are.
+Tensors are [batch, heads, length, width]. Batch and heads may be sharded. If there are fewer heads
+of keys and values, they may be sharded only if each rank gets the heads that its queries need. On
+the CPU the length of the queries may be sharded if there is no causal mask, which depends on
+positions; the gradients of keys and values are then Partial. Kernels for GPUs return more than the
+output (logarithms of sums in a custom layout, states of random generators); their backward kernels
+take these unchanged.
 
-Tests put kernels for the CPU in their place; on a GPU they have run with one rank (docs/gpu.md).
+Tests replace the kernels for GPUs by those of the CPU; on a GPU they ran with one rank
+(docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from dure.errors import PlacementError
-from dure.tensor.call import SUM, OpCall, R, Strategy
+from dure.tensor.call import SUM, AxisStrategy, OpCall, R
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import by_value, rule, zeros_where_empty
 from dure.tensor.rules.pointwise import aligned
@@ -36,11 +38,11 @@ _MASKS = ("attn_mask", "attn_bias")
 
 
 def _ways(call: OpCall) -> list[tuple[Shard, Placement, list[Placement]]]:
-    """Return how queries may be cut, how keys and values then lie, and the mask if there is one."""
+    """Return placements of queries, of keys and values, and of the mask if there is one."""
     query, key = call.spec("query"), call.spec("key")
     cuts = [BATCH]
-    # With fewer heads for keys, each of theirs serves a run of the queries': both are cut
-    # between runs only if ranks have equally many.
+    # If keys have fewer heads, each of their heads belongs to a run of the queries' heads. Sharding
+    # keeps these together only if all ranks have the same number of heads.
     mesh = query.mesh
     even = all(key.shape[HEADS] % size == 0 for size in (mesh.size(), *mesh.shape))
     if query.shape[HEADS] == key.shape[HEADS] or even:
@@ -59,26 +61,28 @@ def _ways(call: OpCall) -> list[tuple[Shard, Placement, list[Placement]]]:
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     local=zeros_where_empty, contiguous=True,
 )  # fmt: skip
-def _attention(call: OpCall) -> list[Strategy]:
-    return [Strategy((cut, other, other, *mask), (cut, cut)) for cut, other, mask in _ways(call)]
+def _attention(call: OpCall) -> list[AxisStrategy]:
+    return [
+        AxisStrategy((cut, other, other, *mask), (cut, cut)) for cut, other, mask in _ways(call)
+    ]
 
 
 @rule(
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     local=zeros_where_empty, contiguous=True,
 )  # fmt: skip
-def _attention_backward(call: OpCall) -> list[Strategy]:
-    found: list[Strategy] = []
+def _attention_backward(call: OpCall) -> list[AxisStrategy]:
+    found: list[AxisStrategy] = []
     for cut, other, mask in _ways(call):
         of_keys = SUM if other is R else cut
         inputs = (cut, cut, other, other, cut, cut, *mask)
-        found.append(Strategy(inputs, (cut, of_keys, of_keys)))
+        found.append(AxisStrategy(inputs, (cut, of_keys, of_keys)))
     return found
 
 
 # ---- kernels for GPUs ----------------------------------------------------------------------------
 
-by_value.update(FORWARD, BACKWARD)  # they look at `dropout_p`
+by_value.update(FORWARD, BACKWARD)  # their rules depend on `dropout_p`
 
 
 def _by_name(call: OpCall, cut: Shard, mask: list[Placement]) -> tuple[Placement, ...]:
@@ -100,21 +104,21 @@ def _check_dropout(call: OpCall) -> None:
 
 
 @rule(*FORWARD, local=zeros_where_empty, contiguous=True)
-def _gpu_attention(call: OpCall) -> list[Strategy]:
-    """Return cuts of the result and of the logarithms of sums, which come second."""
+def _gpu_attention(call: OpCall) -> list[AxisStrategy]:
+    """Return strategies for the output and the logarithms of sums; other results are replicated."""
     _check_dropout(call)
     others = (R,) * (len(call.outputs) - 2)
     return [
-        Strategy(_by_name(call, cut, mask), (cut, cut, *others)) for cut, _, mask in _ways(call)
+        AxisStrategy(_by_name(call, cut, mask), (cut, cut, *others)) for cut, _, mask in _ways(call)
     ]
 
 
 @rule(*BACKWARD, local=zeros_where_empty, contiguous=True)
-def _gpu_attention_backward(call: OpCall) -> list[Strategy]:
-    """Return cuts of the gradients; a mask's is a sum over what the mask does not have."""
-    found: list[Strategy] = []
+def _gpu_attention_backward(call: OpCall) -> list[AxisStrategy]:
+    """Return strategies for the gradients; that of a mask is Partial if the mask is replicated."""
+    found: list[AxisStrategy] = []
     for cut, _, mask in _ways(call):
         of_mask = tuple(SUM if p is R else p for p in mask)
         others = (*of_mask, R)[: len(call.outputs) - 3]
-        found.append(Strategy(_by_name(call, cut, mask), (cut, cut, cut, *others)))
+        found.append(AxisStrategy(_by_name(call, cut, mask), (cut, cut, cut, *others)))
     return found

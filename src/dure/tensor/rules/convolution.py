@@ -1,7 +1,7 @@
-"""Convolutions, pooling and resampling: batch and channels may be sharded, space may not.
+"""Convolutions, pooling and resampling: batch and channels may be sharded, spatial dims may not.
 
-A convolution's input channels are summed over: if they are sharded, its results are terms of a sum,
-and the bias is added by the first rank of that axis only.
+A convolution sums over its input channels: if they are sharded, the result is Partial, and only
+the first rank along that axis adds the bias.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dure.tensor.call import SUM, OpCall, R, Strategy, alike, linear_in, with_one
+from dure.tensor.call import SUM, AxisStrategy, OpCall, R, linear_in, same_placement, with_one
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule, with_argument, zeros_where_empty
 from dure.tensor.spec import DTensorSpec
@@ -20,18 +20,18 @@ aten = torch.ops.aten
 
 
 def _channel_dims(call: OpCall) -> tuple[int, int]:
-    """Return which dimensions of the weight are its output's and its input's channels."""
+    """Return the weight's dimensions of output channels and of input channels."""
     return (1, 0) if call.arg("transposed") else (0, 1)
 
 
 def _is_first(spec: DTensorSpec, dim: int) -> bool:
-    """Tell whether this rank is the first on the axes that cut a dimension."""
+    """Return whether this rank is the first along the axes that cut a dimension."""
     at = spec.coordinate or ()
     return all(here == 0 for here, p in zip(at, spec.placements, strict=False) if p.is_shard(dim))
 
 
 def _convolution_local(call: OpCall) -> Callable[..., Any] | None:
-    """Leave the bias to the first of the ranks that add their terms."""
+    """Add the bias only on the first of the ranks whose terms are summed."""
     op = call.op
     biased = call.operand("bias") is not None and _is_first(call.operands[0], 1)
     if zeros_where_empty(call) is not None:
@@ -48,12 +48,12 @@ def _convolution_local(call: OpCall) -> Callable[..., Any] | None:
 
 
 @rule(aten.convolution.default, local=_convolution_local)
-def _convolution(call: OpCall) -> list[Strategy]:
+def _convolution(call: OpCall) -> list[AxisStrategy]:
     biased = len(call.operands) == 3
     out, into = _channel_dims(call)
 
-    def strategy(x: Placement, weight: Placement, bias: Placement, y: Placement) -> Strategy:
-        return Strategy((x, weight, bias) if biased else (x, weight), (y,))
+    def strategy(x: Placement, weight: Placement, bias: Placement, y: Placement) -> AxisStrategy:
+        return AxisStrategy((x, weight, bias) if biased else (x, weight), (y,))
 
     found = [strategy(Shard(0), R, R, Shard(0))]
     if call.arg("groups") == 1:
@@ -65,9 +65,9 @@ def _convolution(call: OpCall) -> list[Strategy]:
 
 
 def _convolution_backward_local(call: OpCall) -> Callable[..., Any] | None:
-    """Give the operator the number of this rank's output channels.
+    """Pass the number of this rank's output channels.
 
-    A rank without input channels has the whole gradient of the bias none the less.
+    A rank without input channels still computes the complete gradient of the bias.
     """
     nothing = zeros_where_empty(call)
     bias = call.results[2]
@@ -84,13 +84,13 @@ def _convolution_backward_local(call: OpCall) -> Callable[..., Any] | None:
 
 
 @rule(aten.convolution_backward.default, local=_convolution_backward_local)
-def _convolution_backward(call: OpCall) -> list[Strategy]:
+def _convolution_backward(call: OpCall) -> list[AxisStrategy]:
     out, into = _channel_dims(call)
-    found = [Strategy((Shard(0), Shard(0), R), (Shard(0), SUM, SUM))]
+    found = [AxisStrategy((Shard(0), Shard(0), R), (Shard(0), SUM, SUM))]
     if call.arg("groups") == 1:
-        found.append(Strategy((Shard(1), R, Shard(out)), (SUM, Shard(out), Shard(0))))
-        # Each rank has the whole gradient, and so the whole one of the bias.
-        found.append(Strategy((R, Shard(1), Shard(into)), (Shard(1), Shard(into), R)))
+        found.append(AxisStrategy((Shard(1), R, Shard(out)), (SUM, Shard(out), Shard(0))))
+        # Each rank has the full gradient of the output, so the bias's gradient is complete.
+        found.append(AxisStrategy((R, Shard(1), Shard(into)), (Shard(1), Shard(into), R)))
     return found + with_one(call)
 
 
@@ -103,13 +103,13 @@ _SPACE = (
     "avg_pool3d", "_adaptive_avg_pool3d", "max_pool3d_with_indices", "adaptive_max_pool3d",
     "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d",
 )  # fmt: skip
-"""Operators on as many last dimensions as their names have before the d."""
+"""Operators on the last dimensions; the digit before the d in the name is their number."""
 _LINEAR = ("avg_pool", "upsample", "backward")
 _OPS = [getattr(aten, name + end, None) for name in _SPACE for end in ("", "_backward")]
 
 
 def _space_local(call: OpCall) -> Callable[..., Any] | None:
-    """Give the operator the size of this rank's part, where it takes the input's."""
+    """Pass the size of this rank's part as `input_size`."""
     nothing = zeros_where_empty(call)
     if nothing is not None or not call.has("input_size"):
         return nothing
@@ -117,7 +117,7 @@ def _space_local(call: OpCall) -> Callable[..., Any] | None:
 
 
 @rule(*(op.default for op in _OPS if op is not None), local=_space_local)
-def _before_space(call: OpCall) -> list[Strategy]:
+def _before_space(call: OpCall) -> list[AxisStrategy]:
     (dims,) = (n for n in (1, 2, 3) if f"{n}d" in call.name)
-    found = alike(call, map(Shard, range(call.operands[0].ndim - dims)))
+    found = same_placement(call, map(Shard, range(call.operands[0].ndim - dims)))
     return found + (with_one(call) if any(part in call.name for part in _LINEAR) else [])

@@ -1,7 +1,7 @@
-"""New tensors made after another: what they are like decides placements, not values.
+"""New tensors that are created like another tensor (`ones_like`, `new_zeros`).
 
-A tensor of the same shape is cut as its model is; terms as a model give a whole one. One of another
-shape is whole.
+A tensor of the same shape is sharded like the model; if the model is Partial, or the shape is
+another one, the new tensor is replicated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dure.tensor.call import OpCall, R, Strategy, alike
+from dure.tensor.call import AxisStrategy, OpCall, R, same_placement
 from dure.tensor.placement_types import Shard
 from dure.tensor.registry import rule, with_local_size
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _sized_local(call: OpCall) -> Callable[..., Any]:
-    """Give the operator the size of this rank's part."""
+    """Pass the size of this rank's part, with strides in the same order."""
     if call.op is not aten.new_empty_strided.default:
         return with_local_size(call)
     shape = call.result.local_shape
@@ -39,10 +39,10 @@ def _sized_local(call: OpCall) -> Callable[..., Any]:
     aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
     aten.new_empty_strided.default, local=_sized_local,
 )  # fmt: skip
-def _like(call: OpCall) -> list[Strategy]:
+def _like(call: OpCall) -> list[AxisStrategy]:
     spec = call.operands[0]
     given = dict.fromkeys(spec.placements)
     if spec.shape != call.output.shape:
-        return [Strategy((p,), (R,)) for p in given]
-    found = alike(call, map(Shard, range(spec.ndim)))
-    return found + [Strategy((p,), (R,)) for p in given if p.is_partial()]
+        return [AxisStrategy((p,), (R,)) for p in given]
+    found = same_placement(call, map(Shard, range(spec.ndim)))
+    return found + [AxisStrategy((p,), (R,)) for p in given if p.is_partial()]

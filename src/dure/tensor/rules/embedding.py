@@ -1,7 +1,7 @@
-"""Embedding: rows of a table by their numbers.
+"""Embedding: look up rows of a table.
 
-The table's columns may be sharded, or the indices; or its rows: then each rank looks up those that
-it has and gives zeros for the others, which are terms of a sum.
+The columns of the table, the indices, or the rows of the table may be sharded. If the rows are,
+each rank returns the rows that it has and zeros for the others, so the result is Partial.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dure.comm.capture import has_no_values
-from dure.tensor.call import SUM, OpCall, R, Strategy, with_one
+from dure.tensor.call import SUM, AxisStrategy, OpCall, R, with_one
 from dure.tensor.placement_types import Shard
 from dure.tensor.registry import rule
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def own_rows(numbers: torch.Tensor, run: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers of entries as this rank counts its own, one run, and which it lacks."""
+    """Return indices relative to this rank's run, and a mask of those outside of the run."""
     size, first = run
     own = numbers - first
     missing = (own < 0) | (own >= size)
@@ -33,7 +33,7 @@ def _lookup_local(call: OpCall) -> Callable[..., Any] | None:
     """Look up the rows that this rank has.
 
     Raises:
-        IndexError: A number is no row's of the whole table, as the operator itself would.
+        IndexError: An index is out of range of the full table, as by the operator itself.
     """
     table, op = call.operands[0], call.op
     if not table.cuts(0):
@@ -54,19 +54,19 @@ def _lookup_local(call: OpCall) -> Callable[..., Any] | None:
 
 
 @rule(aten.embedding.default, local=_lookup_local, contiguous=True)
-def _embedding(call: OpCall) -> list[Strategy]:
+def _embedding(call: OpCall) -> list[AxisStrategy]:
     indices = call.operands[1]
     last = indices.ndim
-    found = [Strategy((R, Shard(dim)), (Shard(dim),)) for dim in range(indices.ndim)]
-    found += [Strategy((Shard(1), R), (Shard(last),)), Strategy((Shard(0), R), (SUM,))]
+    found = [AxisStrategy((R, Shard(dim)), (Shard(dim),)) for dim in range(indices.ndim)]
+    found += [AxisStrategy((Shard(1), R), (Shard(last),)), AxisStrategy((Shard(0), R), (SUM,))]
     return found + with_one(call)
 
 
 @rule(aten.embedding_dense_backward.default)
-def _embedding_backward(call: OpCall) -> list[Strategy]:
+def _embedding_backward(call: OpCall) -> list[AxisStrategy]:
     grad, indices = call.operands
-    found = [Strategy((Shard(grad.ndim - 1), R), (Shard(1),))]
+    found = [AxisStrategy((Shard(grad.ndim - 1), R), (Shard(1),))]
     if not call.arg("scale_grad_by_freq"):
         rows = map(Shard, range(indices.ndim))
-        found += [Strategy((row, row), (SUM,)) for row in rows]
+        found += [AxisStrategy((row, row), (SUM,)) for row in rows]
     return found + with_one(call)

@@ -1,9 +1,9 @@
 """Operators on lists of tensors, which optimizers call: `_foreach_*`, `_fused_*`, gradient scaling.
 
-They compute element by element, so they run on the parts, once for a whole list, where the tensors
-of each place lie alike; nothing else is looked up for each tensor. Other lists, also those with
-terms of a sum, are gone through tensor by tensor: torch has such a form of each. The tensors of a
-list may be of several meshes, and plain ones.
+They compute element by element. If the tensors at each position of the lists have the same
+placements, and none is Partial, the operator runs once on the lists of parts. Otherwise the tensors
+are processed one by one, for which torch has a form of each operator. The tensors of a list may be
+on several meshes, or plain.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Specs = list[DTensorSpec | None]
 
 
 def _overloads(*prefixes: str) -> list[Op]:
-    """Return the operators whose name begins so, without those that write into `out`."""
+    """Return the operators whose names have a prefix, without those that write into `out`."""
     found: list[Op] = []
     for name in torch._C._dispatch_get_all_op_names():  # pyright: ignore
         base, _, overload = name.removeprefix("aten::").partition(".")
@@ -59,45 +59,45 @@ def _overloads(*prefixes: str) -> list[Op]:
 _FUSED = _overloads("_fused_adam", "_fused_sgd_", "_fused_adagrad_")
 _NOT_ELEMENTWISE = ("_foreach_mm", "_foreach_norm", "_foreach_powsum", "_foreach_max.default")
 _EACH = torch._C.DispatchKey.CompositeExplicitAutograd  # pyright: ignore
-"""Where torch keeps the form of an operator on lists that goes through them."""
+"""The dispatch key of torch's form of an operator on lists that processes tensors one by one."""
 
 
 def are_parts(specs: Collection[DTensorSpec | None]) -> bool:
-    """Return whether ranks have parts of such tensors, and no terms; plain ones are fine."""
+    """Return whether no tensor is Partial; None represents plain tensors."""
     return not any(s is not None and s.partial for s in specs)
 
 
 def parts_like(given: Sequence[Any], specs: Specs) -> list[Any] | None:
-    """Return the parts of tensors that lie as `specs` say; None if one does not.
+    """Return the parts of tensors that have the placements of `specs`; None if one has others.
 
-    Plain tensors stand for plain ones, or are numbers, such as counts of steps. Numbers may also be
-    DTensors, replicated on any mesh that has this rank.
+    A spec of None requires a plain tensor. Numbers, such as counts of steps, may be plain tensors
+    in any position, or DTensors replicated on any mesh that contains this rank.
     """
     if len(given) not in (0, len(specs)):
         return None
     found = parts_of(given, specs) if given else []
     if found is not None:
         return found
-    lie: Specs = []
+    accepted: Specs = []
     for tensor, spec in zip(given, specs, strict=True):
         if type(tensor) is DTensor:
             own = tensor.spec
-            alike = spec is not None and _alike(own, spec)
-            lie.append(own if alike or _is_number(own) else None)
+            fits = (spec is not None and _same_elements(own, spec)) or _is_number(own)
+            accepted.append(own if fits else None)
         elif tensor is None or tensor.ndim == 0 or spec is None:
-            lie.append(None)
+            accepted.append(None)
         else:
             return None
-    return parts_of(given, lie)
+    return parts_of(given, accepted)
 
 
 def _is_number(spec: DTensorSpec) -> bool:
-    """Return whether this rank has all of a tensor without dimensions."""
+    """Return whether a tensor has no dimensions and its value is on this rank."""
     return spec.ndim == 0 and not spec.partial and spec.coordinate is not None
 
 
-def _alike(one: DTensorSpec, other: DTensorSpec) -> bool:
-    """Return whether the parts have the same elements of the whole."""
+def _same_elements(one: DTensorSpec, other: DTensorSpec) -> bool:
+    """Return whether the parts have the same elements of the full tensors."""
     same = one is other or (one.mesh is other.mesh and one.placements == other.placements)
     return same and one.shape == other.shape
 
@@ -109,27 +109,27 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     specs: Specs = [t.spec if type(t) is DTensor else None for t in next(iter(lists.values()))]
     elementwise = not str(op).removeprefix("aten.").startswith(_NOT_ELEMENTWISE)
     distinct = {*specs}
-    alike = elementwise and are_parts(distinct)
+    on_parts = elementwise and are_parts(distinct)
     for where, arg in (*enumerate(args), *kwargs.items()):
         holder: Any = filled if isinstance(where, int) else named
         if where in lists:
-            holder[where] = parts_like(arg, specs) if alike else None
-            alike = holder[where] is not None
+            holder[where] = parts_like(arg, specs) if on_parts else None
+            on_parts = holder[where] is not None
         elif type(arg) is DTensor:
             _check_number(op, arg.spec, specs)
             holder[where] = number(arg)
     mutated, names = schema_of(op).mutated, schema_of(op).names
-    if alike and mutated and op not in _FUSED:
+    if on_parts and mutated and op not in _FUSED:
         given: list[Any] = [
             filled[where] if isinstance(where, int) else named[where] for where in lists
         ]
-        alike = not _overlap(distinct, given)
-    if not alike and op in _FUSED:
+        on_parts = not _overlap(distinct, given)
+    if not on_parts and op in _FUSED:
         raise PlacementError(
-            f"{op} is given lists whose tensors lie differently, or terms of a reduction",
+            f"{op} needs lists whose tensors have the same placements, none of them Partial",
             op=str(op),
             seen=f"the first list has {', '.join(map(str, specs))}",
-            fix="Redistribute them as the first list's.",
+            fix="Redistribute the tensors of the other lists to the placements of the first list.",
         )
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     if op in _FUSED:
@@ -138,12 +138,12 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stored, copies = with_equal_strides(given)
         for holder, where, parts in zip(holders, lists, stored, strict=True):
             holder[where] = parts
-    results = op(*filled, **named) if alike else op._op_dk(_EACH, *args, **kwargs)  # pyright: ignore
+    results = op(*filled, **named) if on_parts else op._op_dk(_EACH, *args, **kwargs)  # pyright: ignore
     write_back(copies)
     for where, tensors in lists.items():
         if (names[where] if isinstance(where, int) else where) in mutated:
             torch.autograd.graph.increment_version(tensors)
-    if results is None or mutated or not alike:
+    if results is None or mutated or not on_parts:
         return results
     if not isinstance(results[0], torch.Tensor):
         return tuple(_wrapped(one, specs) for one in results)
@@ -151,7 +151,7 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _overlap(specs: set[DTensorSpec | None], lists: Sequence[Sequence[Any]]) -> bool:
-    """Return whether torch may refuse parts that share memory; one by one they are copied first."""
+    """Return whether parts share memory, for which torch may raise; one by one they are copied."""
     if len(lists) < 2 or not any(map(may_overlap, specs - {None})):
         return False
     return any(any(map(is_alias, lists[0], each)) for each in lists[1:])
@@ -171,17 +171,17 @@ def _wrapped(parts: Sequence[torch.Tensor], specs: Specs) -> list[Any]:
 
 
 def number(tensor: Any) -> Any:
-    """Return the plain number that a DTensor is; everything else as it is."""
+    """Return the value of a DTensor as a plain tensor; return other values unchanged."""
     if type(tensor) is not DTensor:
         return tensor
     return redistribute(tensor.part, tensor.spec, tensor.spec.replicated())
 
 
 def _check_number(op: Op, spec: DTensorSpec, specs: Specs) -> None:
-    """Refuse a number that this rank does not have for tensors that it has."""
+    """Raise if a number is on a mesh without this rank, and tensors are on a mesh with it."""
     if spec.coordinate is None and any(s is None or s.coordinate is not None for s in specs):
         raise NotInGroupError(
-            f"{op} is given a number on a mesh that does not have this rank",
+            f"{op} got a number on a mesh that does not contain this rank",
             op=str(op),
             rank=spec.mesh.get_rank(),
             seen=str(spec),
@@ -194,13 +194,13 @@ def _check_number(op: Op, spec: DTensorSpec, specs: Specs) -> None:
 
 @special(aten._amp_foreach_non_finite_check_and_unscale_.default, lists=True)
 def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale the parts; what one rank found, all ranks of its mesh have found."""
+    """Unscale the parts; if one rank finds an inf or NaN, all ranks of its mesh report it."""
     grads, found, inverse = args
     specs = [t.spec for t in grads if type(t) is DTensor]
     terms = next((s for s in specs if s.partial), None)
     if terms is not None:
         raise PlacementError(
-            f"{op} would look at terms of a reduction",
+            f"{op} cannot unscale a Partial gradient",
             op=str(op),
             seen=str(terms),
             fix="Redistribute the gradient to Replicate() or Shard() first.",
@@ -218,12 +218,12 @@ def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 # overflow, and those of 1e-23 vanish. So
 #
 # 1. the norm of each part is computed in float32, or in float64 if the part is float64. If the
-#    powers did not fit, it is computed again, of the part divided by its largest element;
-# 2. norms are combined in float64 and divided by the largest of them first (`norm_of_norms`),
-#    also those that the ranks of a mesh have gathered from each other (`combine`).
+#    powers did not fit, it is computed again after dividing the part by its largest element;
+# 2. norms are divided by the largest of them and combined in float64 (`norm_of_norms`), also the
+#    norms that the ranks of a mesh gather from each other (`combine`).
 
 _LEAST_SUM = 2.0**-96
-"""Sums of p-th powers in float32 that are smaller have lost digits of small elements."""
+"""Smaller sums of p-th powers in float32 may have lost digits of small elements."""
 
 
 def combine(norms: torch.Tensor, p: float, group: ProcessGroup) -> torch.Tensor:
@@ -248,7 +248,7 @@ def norm_of_norms(norms: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _divisor(largest: torch.Tensor) -> torch.Tensor:
-    """Return numbers as divisors: 1 in place of 0, inf and NaN."""
+    """Return divisors: the numbers, with 1 in place of 0, inf and NaN."""
     return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
@@ -270,7 +270,7 @@ def _norms_of_parts(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
 
 
 def _norm_of_part(part: torch.Tensor, p: float, is_scaled: bool = False) -> torch.Tensor:
-    """Return the p-norm [] of a part, of what is divided by its largest element if `is_scaled`."""
+    """Return the p-norm [] of a part; `is_scaled`: divide by its largest element first."""
     if not part.numel():
         empty = math.inf if p < 0 else 0.0
         return torch.full((), empty, dtype=torch.float32, device=part.device)
@@ -293,11 +293,11 @@ class Norms:
     """Norms of tensors that are cut along the same axes of one mesh.
 
     Attributes:
-        numbers: Of the tensors in the list.
-        parts: This rank's parts of them.
-        mesh: Theirs; None for plain tensors.
-        values: The norm of each, float64 [k]; the same on all ranks of the mesh.
-        is_inside: Whether this rank is in the mesh; else it has no elements, and norms are 0.
+        numbers: The positions of the tensors in the list.
+        parts: This rank's parts of the tensors.
+        mesh: The mesh of the tensors; None for plain tensors.
+        values: The norm of each tensor, float64 [k]; the same on all ranks of the mesh.
+        is_inside: Whether this rank is in the mesh; otherwise it has no elements and norms are 0.
     """
 
     numbers: list[int]
@@ -308,16 +308,16 @@ class Norms:
 
 
 def norms_by_mesh(tensors: Sequence[torch.Tensor], p: float, in_total: bool) -> list[Norms]:
-    """Return norms by the axes that cut the tensors.
+    """Return norms, grouped by the axes that cut the tensors.
 
     Args:
-        tensors: DTensors of any meshes, and plain ones, taken to be the same on all ranks.
+        tensors: DTensors on any meshes, and plain tensors, which are the same on all ranks.
         p: The p of the norm.
-        in_total: Combine the norms of tensors that are cut alike, so that `values` is [1].
+        in_total: Combine the norms of each group, so that `values` is [1].
 
     Collective: all ranks of the meshes.
-    Cost: for all tensors that are cut by the same axes one all_gather along each of these axes, of
-        8 bytes for each tensor, or of 8 bytes if `in_total`.
+    Cost: for each group one all_gather along each axis that cuts its tensors, of 8 bytes for each
+        tensor, or of 8 bytes if `in_total`.
     """
     groups: dict[Any, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
@@ -325,7 +325,7 @@ def norms_by_mesh(tensors: Sequence[torch.Tensor], p: float, in_total: bool) -> 
             groups[(None, (), True), tensor.device].append((number, tensor))
             continue
         check_copy("norm", tensor)
-        spec = tensor.spec.without_terms()
+        spec = tensor.spec.without_partial()
         part = redistribute(tensor.part, tensor.spec, spec)
         inside = spec.coordinate is not None
         groups[(*_cut_axes(spec), inside), part.device].append((number, part))
@@ -343,10 +343,10 @@ def norms_by_mesh(tensors: Sequence[torch.Tensor], p: float, in_total: bool) -> 
 def norms_of(
     tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Return the p-norm of each tensor: replicated DTensors, of plain tensors plain ones.
+    """Return the p-norm of each tensor: replicated DTensors, and plain tensors for plain tensors.
 
     Cost:
-        One all_gather along each axis that cuts tensors, for all that are cut by the same axes.
+        That of `norms_by_mesh`.
     """
     found: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(tensors)
     for norms in norms_by_mesh(tensors, p, in_total=False):

@@ -1,8 +1,8 @@
-"""Matrix products: rows, columns, or the dimension that is summed over; batches.
+"""Matrix products: rows, columns, the inner dimension, and batches may be sharded.
 
-A product whose inner dimension is sharded gives terms of a sum; what is added to it is added by the
-first rank of that axis only. A product is linear in each factor,
-so terms of one, with the other whole, give terms as well.
+If the inner dimension is sharded, the product is Partial, and only the first rank along that axis
+adds the bias. A product is linear in each factor: if one is Partial and the other replicated, the
+product is Partial, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dure.tensor.call import SUM, OpCall, R, Strategy, linear_in
+from dure.tensor.call import SUM, AxisStrategy, OpCall, R, linear_in
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _products(call: OpCall, batch: bool) -> list[tuple[Placement, Placement, Placement]]:
-    """Return what is legal for left, right, and their product."""
+    """Return the valid placements of left, right, and their product."""
     b = int(batch)
     found: list[tuple[Placement, Placement, Placement]] = [
         (Shard(b), R, Shard(b)),
@@ -35,12 +35,12 @@ def _products(call: OpCall, batch: bool) -> list[tuple[Placement, Placement, Pla
 
 
 @rule(aten.mm.default, aten.bmm.default)
-def _product(call: OpCall) -> list[Strategy]:
-    return [Strategy((a, b), (c,)) for a, b, c in _products(call, call.op is aten.bmm.default)]
+def _product(call: OpCall) -> list[AxisStrategy]:
+    return [AxisStrategy((a, b), (c,)) for a, b, c in _products(call, call.op is aten.bmm.default)]
 
 
 def _added_once(call: OpCall) -> Callable[..., Any] | None:
-    """Let only the first of the ranks that have terms of the product add the bias."""
+    """Add the bias only on the first of the ranks whose terms are summed."""
     bias, left, _ = call.operands
     axes = [
         axis
@@ -54,17 +54,17 @@ def _added_once(call: OpCall) -> Callable[..., Any] | None:
 
 
 @rule(aten.addmm.default, aten.baddbmm.default, local=_added_once)
-def _addmm(call: OpCall) -> list[Strategy]:
+def _addmm(call: OpCall) -> list[AxisStrategy]:
     batch = "baddbmm" in call.name
     bias, ndim = call.operands[0], 2 + batch
-    found: list[Strategy] = []
+    found: list[AxisStrategy] = []
     for a, b, c in _products(call, batch):
         if isinstance(c, Shard):
             own = c.dim - (ndim - bias.ndim)
-            whole = own < 0 or bias.shape[own] == 1
-            found.append(Strategy((R if whole else Shard(own), a, b), (c,)))
+            broadcast = own < 0 or bias.shape[own] == 1
+            found.append(AxisStrategy((R if broadcast else Shard(own), a, b), (c,)))
         else:
-            found.append(Strategy((c, a, b), (c,)))
+            found.append(AxisStrategy((c, a, b), (c,)))
             if isinstance(a, Shard):
-                found.append(Strategy((R, a, b), (c,)))
+                found.append(AxisStrategy((R, a, b), (c,)))
     return found

@@ -1,10 +1,11 @@
-"""Normalisation: layers, groups, batches.
+"""Layer, group and batch normalization.
 
-What is normalised over is whole; the dimensions before it may be sharded. Weights are whole, and
-their gradients are terms of a sum over the sharded rows.
+Layers and groups: the normalized dimensions must not be sharded, the dimensions before them may be.
+Weights are replicated, and their gradients are Partial if rows are sharded.
 
-A batch is normalised over its rows, so that these are gathered in training, as one rank would
-compute it; its channels may be sharded. With fixed statistics its rows may be, too.
+Batch normalization computes statistics over rows. In training the rows are gathered, so that
+results equal those of one rank; channels may be sharded. With fixed statistics rows may be sharded,
+too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dure.tensor.call import SUM, OpCall, R, Strategy, with_one
+from dure.tensor.call import SUM, AxisStrategy, OpCall, R, with_one
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule, with_argument, zeros_where_empty
 from dure.tensor.spec import TensorMeta
@@ -23,32 +24,32 @@ aten = torch.ops.aten
 
 
 def _by_name(call: OpCall, placements: Mapping[str, Placement]) -> tuple[Placement, ...]:
-    """Return a placement for each operand; those not named are whole."""
+    """Return a placement for each operand; those not named are replicated."""
     numbers = {call.operand(name): placement for name, placement in placements.items()}
     return tuple(numbers.get(number, R) for number in range(len(call.operands)))
 
 
 def _rows(call: OpCall) -> list[Shard]:
-    """Return the cuts through dimensions that are not normalised over."""
+    """Return the cuts through dimensions that are not normalized over."""
     return [Shard(d) for d in range(call.spec("input").ndim - len(call.arg("normalized_shape")))]
 
 
 @rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
-def _layer_norm(call: OpCall) -> list[Strategy]:
+def _layer_norm(call: OpCall) -> list[AxisStrategy]:
     count = len(call.outputs)
-    return [Strategy(_by_name(call, {"input": row}), (row,) * count) for row in _rows(call)]
+    return [AxisStrategy(_by_name(call, {"input": row}), (row,) * count) for row in _rows(call)]
 
 
 @rule(
     aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default,
     local=zeros_where_empty,
 )  # fmt: skip
-def _layer_norm_backward(call: OpCall) -> list[Strategy]:
+def _layer_norm_backward(call: OpCall) -> list[AxisStrategy]:
     count = len(call.outputs)
-    found: list[Strategy] = []
+    found: list[AxisStrategy] = []
     for row in _rows(call):
         inputs = _by_name(call, dict.fromkeys(("grad_out", "input", "mean", "rstd"), row))
-        found.append(Strategy(inputs, (row, *(SUM,) * (count - 1))))
+        found.append(AxisStrategy(inputs, (row, *(SUM,) * (count - 1))))
     return found + with_one(call)
 
 
@@ -56,7 +57,7 @@ def _layer_norm_backward(call: OpCall) -> list[Strategy]:
 
 
 def _group_norm_local(call: OpCall) -> Callable[..., Any] | None:
-    """Give the operator the number of this rank's rows."""
+    """Pass the number of this rank's rows."""
     spec = call.spec("input")
     rows = spec.local_shape[0]
     if rows == spec.shape[0]:
@@ -65,14 +66,14 @@ def _group_norm_local(call: OpCall) -> Callable[..., Any] | None:
 
 
 @rule(aten.native_group_norm.default, local=_group_norm_local)
-def _group_norm(call: OpCall) -> list[Strategy]:
-    return [Strategy(_by_name(call, {"input": Shard(0)}), (Shard(0),) * 3)]
+def _group_norm(call: OpCall) -> list[AxisStrategy]:
+    return [AxisStrategy(_by_name(call, {"input": Shard(0)}), (Shard(0),) * 3)]
 
 
 @rule(aten.native_group_norm_backward.default, local=_group_norm_local)
-def _group_norm_backward(call: OpCall) -> list[Strategy]:
+def _group_norm_backward(call: OpCall) -> list[AxisStrategy]:
     inputs = _by_name(call, dict.fromkeys(("grad_out", "input", "mean", "rstd"), Shard(0)))
-    found = [Strategy(inputs, (Shard(0), SUM, SUM))]
+    found = [AxisStrategy(inputs, (Shard(0), SUM, SUM))]
     return found + with_one(call)
 
 
@@ -82,7 +83,7 @@ _CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save
 
 
 @rule(aten.native_batch_norm.default, local=zeros_where_empty)
-def _batch_norm(call: OpCall) -> list[Strategy]:
+def _batch_norm(call: OpCall) -> list[AxisStrategy]:
     training = call.arg("training")
     saved = Shard(0) if training else R
     if not training and call.operands[0].mesh.device_type == "cpu":  # nothing is saved there
@@ -91,19 +92,19 @@ def _batch_norm(call: OpCall) -> list[Strategy]:
     if call.operands[0].ndim < 2:
         return []
     channels = _by_name(call, {"input": Shard(1), **dict.fromkeys(_CHANNELS, Shard(0))})
-    found = [Strategy(channels, (Shard(1), saved, saved))]
+    found = [AxisStrategy(channels, (Shard(1), saved, saved))]
     if not training:
-        found.append(Strategy(_by_name(call, {"input": Shard(0)}), (Shard(0), R, R)))
+        found.append(AxisStrategy(_by_name(call, {"input": Shard(0)}), (Shard(0), R, R)))
     return found
 
 
 @rule(aten.native_batch_norm_backward.default, local=zeros_where_empty)
-def _batch_norm_backward(call: OpCall) -> list[Strategy]:
+def _batch_norm_backward(call: OpCall) -> list[AxisStrategy]:
     training = call.arg("train")
     given = {name: Shard(0) for name in _CHANNELS if training or "save" not in name}
     channels = _by_name(call, {"grad_out": Shard(1), "input": Shard(1), **given})
-    found = [Strategy(channels, (Shard(1), Shard(0), Shard(0)))]
+    found = [AxisStrategy(channels, (Shard(1), Shard(0), Shard(0)))]
     if not training:
         rows = _by_name(call, {"grad_out": Shard(0), "input": Shard(0)})
-        found.append(Strategy(rows, (Shard(0), SUM, SUM)))
+        found.append(AxisStrategy(rows, (Shard(0), SUM, SUM)))
     return found + with_one(call)

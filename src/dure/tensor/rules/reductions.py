@@ -1,11 +1,11 @@
-"""Reductions: sums, means, products, extremes, norms, and the values that a program reads.
+"""Reductions: sums, means, products, extremes, norms, and reading values.
 
-A dimension that is not reduced may be sharded, and is in the result. One that is reduced may be
-sharded where the ranks' results are terms of the whole one: of a sum, a product, a minimum, a
-maximum. What needs all elements at once (a variance, an index) has none of its reduced dimensions
-sharded.
+A dimension that is not reduced may be sharded; the result is sharded, too. A reduced dimension may
+be sharded if the result can be Partial: a sum, a product, a minimum, a maximum. Reductions that
+need all elements at once (a variance, an index of the maximum) may not have sharded reduced
+dimensions.
 
-A norm is no sum, but a root of one: its ranks add the powers of their norms, and take the root.
+For a norm the ranks all-reduce the powers of their norms and take the root of the sum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dure.errors import NotInGroupError
-from dure.tensor.call import SUM, Op, OpCall, R, Strategy
+from dure.tensor.call import SUM, AxisStrategy, Op, OpCall, R
 from dure.tensor.dispatch import special
 from dure.tensor.placement_types import Partial, Placement, Shard
 from dure.tensor.redistribute import parts_along, redistribute
@@ -31,11 +31,11 @@ AVG, MIN, MAX, PRODUCT = map(Partial, ("avg", "min", "max", "product"))
 
 
 _NONE_WHEN_EMPTY = {aten.any.dims, aten.all.dims}
-"""Operators that an empty list of dimensions tells to reduce none; others reduce all."""
+"""Operators that reduce nothing if the list of dimensions is empty; others reduce all of them."""
 
 
 def reduced_dims(call: OpCall) -> set[int]:
-    """Return which dimensions of operand 0 are reduced."""
+    """Return the dimensions of operand 0 that are reduced."""
     ndim = call.operands[0].ndim
     dims = call.arg("dim") if call.has("dim") else None
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
@@ -46,30 +46,30 @@ def reduced_dims(call: OpCall) -> set[int]:
 
 def reduction(
     call: OpCall, terms: Sequence[Partial] | None, linear: Sequence[Partial] = ()
-) -> list[Strategy]:
-    """Return what is legal for a reduction of operand 0.
+) -> list[AxisStrategy]:
+    """Return the strategies of a reduction of operand 0.
 
     Args:
         call: The call.
-        terms: What the results are if a reduced dimension is sharded, one for each result; None if
-            it may not be.
-        linear: Terms that go through the operator.
+        terms: The placements of the results if a reduced dimension is sharded; None if reduced
+            dimensions may not be sharded.
+        linear: Partial placements of the operand that the results keep.
     """
     spec, count, dims = call.operands[0], len(call.outputs), reduced_dims(call)
     keeps = bool(call.has("keepdim") and call.arg("keepdim"))
-    found: list[Strategy] = []
+    found: list[AxisStrategy] = []
     for dim in range(spec.ndim):
         if dim in dims:
             if terms is not None:
-                found.append(Strategy((Shard(dim),), tuple(terms)))
+                found.append(AxisStrategy((Shard(dim),), tuple(terms)))
             continue
         there = dim if keeps else dim - sum(d < dim for d in dims)
-        found.append(Strategy((Shard(dim),), (Shard(there),) * count))
-    return found + [Strategy((term,), (term,) * count) for term in linear]
+        found.append(AxisStrategy((Shard(dim),), (Shard(there),) * count))
+    return found + [AxisStrategy((term,), (term,) * count) for term in linear]
 
 
 def _linear_terms(call: OpCall) -> list[Partial]:
-    """Return the terms that a sum or mean lets through: those of numbers that it does not cast."""
+    """Return the Partial placements that a sum or mean preserves: if it does not cast numbers."""
     given, made = call.operands[0].meta.dtype, call.output.dtype
     if not (given.is_floating_point or given.is_complex):
         return [SUM] if given == made and given != torch.bool else []
@@ -77,30 +77,30 @@ def _linear_terms(call: OpCall) -> list[Partial]:
 
 
 @rule(aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
-def _count(call: OpCall) -> list[Strategy]:
+def _count(call: OpCall) -> list[AxisStrategy]:
     return reduction(call, [SUM])
 
 
 def _local_count(spec: DTensorSpec, dims: set[int]) -> int:
-    """Return how many elements this rank reduces to one."""
+    """Return the number of this rank's elements that are reduced to one element."""
     return math.prod(spec.local_shape[dim] for dim in dims)
 
 
 def _filled(spec: DTensorSpec | None, value: float | bool) -> Callable[..., torch.Tensor]:
-    """Return a function that gives this rank's part of a result, all of one value."""
+    """Return a function that returns this rank's part of a result, filled with one value."""
     assert spec is not None
     shape, dtype = spec.local_shape, spec.meta.dtype
     return lambda tensor, *args, **kwargs: tensor.new_full(shape, value, dtype=dtype)
 
 
-def weighed(call: OpCall, mine: int, whole: int) -> Callable[..., Any] | None:
-    """Weigh this rank's mean by its share of the elements that are averaged."""
+def weighed(call: OpCall, mine: int, total: int) -> Callable[..., Any] | None:
+    """Weight this rank's mean by its share of the elements that are averaged."""
     op = call.op
-    if mine == whole:
+    if mine == total:
         return None
     if mine == 0:
         return _filled(call.result, 0)
-    share = mine / whole
+    share = mine / total
     return lambda *args, **kwargs: op(*args, **kwargs) * share
 
 
@@ -111,12 +111,12 @@ def _mean_local(call: OpCall) -> Callable[..., Any] | None:
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
 @rule(aten.mean.default, aten.mean.dim, local=_mean_local)
-def _sum(call: OpCall) -> list[Strategy]:
+def _sum(call: OpCall) -> list[AxisStrategy]:
     return reduction(call, [SUM], _linear_terms(call))
 
 
 @rule(aten.prod.default, aten.prod.dim_int)
-def _product(call: OpCall) -> list[Strategy]:
+def _product(call: OpCall) -> list[AxisStrategy]:
     made = call.output.dtype
     if made.is_complex:
         return reduction(call, None)
@@ -130,7 +130,7 @@ _LEAST = {aten.amin.default, aten.min.default, aten.all.default, aten.all.dim, a
 
 
 def _has_empty_part(spec: DTensorSpec, dim: int) -> bool:
-    """Tell whether any rank of the mesh has no element along a dimension."""
+    """Return whether any rank of the mesh has no element along a dimension."""
     sizes = {spec.shape[dim]}
     for cut in spec.cuts(dim):
         n = spec.mesh.shape[cut.axis]
@@ -139,11 +139,11 @@ def _has_empty_part(spec: DTensorSpec, dim: int) -> bool:
     return 0 in sizes
 
 
-def _extremes(call: OpCall, *terms: Partial, linear: Sequence[Partial] = ()) -> list[Strategy]:
-    """Return what is legal for extremes, whose ranks' terms are all results of elements.
+def _extremes(call: OpCall, *terms: Partial, linear: Sequence[Partial] = ()) -> list[AxisStrategy]:
+    """Return the strategies of extremes; no rank may have an empty part.
 
-    An empty part has no extreme. A filler in its place, such as the least integer, would lose to
-    every other term, but operators compute with terms, and afterwards it may win.
+    An empty part has no extreme. A placeholder, such as the least integer for a maximum, would be
+    below every other term, but operators on the Partial result may change that.
     """
     spec, dims = call.operands[0], reduced_dims(call)
     empty = {Shard(dim) for dim in dims if _has_empty_part(spec, dim)}
@@ -151,7 +151,7 @@ def _extremes(call: OpCall, *terms: Partial, linear: Sequence[Partial] = ()) -> 
 
 
 @rule(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
-def _extreme(call: OpCall) -> list[Strategy]:
+def _extreme(call: OpCall) -> list[AxisStrategy]:
     term = MIN if call.op in _LEAST else MAX
     return _extremes(call, term, linear=[term])
 
@@ -160,12 +160,12 @@ def _extreme(call: OpCall) -> list[Strategy]:
     aten.any.default, aten.any.dim, aten.any.dims,
     aten.all.default, aten.all.dim, aten.all.dims,
 )  # fmt: skip
-def _truth(call: OpCall) -> list[Strategy]:
+def _truth(call: OpCall) -> list[AxisStrategy]:
     return reduction(call, [MIN if call.op in _LEAST else MAX])
 
 
 @rule(aten.aminmax.default)
-def _both(call: OpCall) -> list[Strategy]:
+def _both(call: OpCall) -> list[AxisStrategy]:
     return _extremes(call, MIN, MAX)
 
 
@@ -175,20 +175,20 @@ def _both(call: OpCall) -> list[Strategy]:
     aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction,
     local=zeros_where_empty,
 )  # fmt: skip
-def _all_at_once(call: OpCall) -> list[Strategy]:
+def _all_at_once(call: OpCall) -> list[AxisStrategy]:
     return reduction(call, None)
 
 
 # ---- norms ---------------------------------------------------------------------------------------
 
 _TERMS_OF_NORMS = {math.inf: MAX, -math.inf: MIN, 0.0: SUM, 1.0: SUM}
-"""Norms whose terms are reduced as they are."""
+"""Norms whose terms are reduced without powers, and the reduction."""
 
 
 def _norm_local(call: OpCall) -> Callable[..., Any] | None:
-    """Add the powers of the ranks' norms and take the root, where a reduced dimension is cut.
+    """If a reduced dimension is sharded, sum the powers of the ranks' norms and take the root.
 
-    Powers are float64, so that a norm which fits its dtype does not overflow on the way.
+    Powers are float64, so that they do not overflow if the norm fits its dtype.
     """
     order, dims = float(call.arg("ord")), reduced_dims(call)
     spec, result, op = call.operands[0], call.result, call.op
@@ -217,14 +217,14 @@ by_value.add(aten.linalg_vector_norm.default)
 
 
 @rule(aten.linalg_vector_norm.default, local=_norm_local)
-def _norm(call: OpCall) -> list[Strategy]:
+def _norm(call: OpCall) -> list[AxisStrategy]:
     term: Placement = _TERMS_OF_NORMS.get(float(call.arg("ord")), R)
     dims = reduced_dims(call)
     found = reduction(call, [SUM])
-    return [Strategy(s.inputs, (term,)) if s.inputs[0].dim in dims else s for s in found]
+    return [AxisStrategy(s.inputs, (term,)) if s.inputs[0].dim in dims else s for s in found]
 
 
-# ---- values that a program reads -----------------------------------------------------------------
+# ---- reading values ------------------------------------------------------------------------------
 
 
 @special(aten._local_scalar_dense.default)
@@ -243,12 +243,12 @@ def _read(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @special(aten.equal.default)
 def _equal(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Compare part by part, then whether all ranks found theirs equal."""
+    """Compare the parts, then all-reduce whether they are equal."""
     left, right = args
     if left.shape != right.shape:
         return False
     spec = left.spec
-    where = spec.without_terms().placements
+    where = spec.without_partial().placements
     a, b = (redistribute(t.part, t.spec, t.spec.with_placements(where)) for t in (left, right))
     scalar = TensorMeta(torch.Size([]), (), torch.bool)
     flag = spec_of(spec.mesh, (MIN,) * spec.mesh.ndim, scalar)

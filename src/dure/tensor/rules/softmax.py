@@ -1,14 +1,14 @@
 """Softmax and losses.
 
-The dimension of a softmax may be sharded as the others may. A vocabulary of scores is the largest
-activation of a language model: where it is sharded over the classes, nothing of it is gathered. The
-ranks exchange the highest score and the sum of exponentials of each sample, and reduce the loss of
-each sample's target, which one rank has: all ranks of that axis have the loss, as with torch's
-`loss_parallel`. A softmax's gradient is linear.
+All dimensions of a softmax may be sharded, also the normalized one. The scores over the vocabulary
+are the largest activation of a language model: if they are sharded over the classes, they are not
+gathered. The ranks all-reduce the highest score and the sum of exponentials of each sample, and the
+loss of each sample, which the rank with its target has computed. So all ranks along that axis have
+the loss, as with torch's `loss_parallel`. The gradient of a softmax is linear.
 
-A loss that is summed or averaged over a sharded batch is terms of a sum. What an average divides by
-is counted over the whole batch: by the shape, or, where weights and ignored targets count, by a
-sum over the ranks, which the operator makes itself.
+A loss that is summed or averaged over a sharded batch is Partial. An average is divided by the
+number of elements of the complete batch: by the shape or, with weights and ignored targets, by the
+sum of the weights over all ranks.
 
 Source: loss parallelism as in Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.tensor.call import SUM, OpCall, R, Strategy, alike, schema_of, with_one
+from dure.tensor.call import SUM, AxisStrategy, OpCall, R, same_placement, schema_of, with_one
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.redistribute import all_reduce_of, redistribute
 from dure.tensor.registry import rule, zeros_where_empty
@@ -33,7 +33,7 @@ from dure.tensor.spec import DTensorSpec
 
 aten = torch.ops.aten
 NONE, MEAN, TOTAL = 0, 1, 2
-"""What an argument `reduction` may be."""
+"""Values of the argument `reduction`."""
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ Reduce = Callable[[torch.Tensor, ReduceOp], torch.Tensor]
 
 
 def _over_ranks(spec: DTensorSpec, dims: Collection[int]) -> Reduce:
-    """Return what reduces a tensor, in place, over the ranks among whom dimensions are divided."""
+    """Return a function that all-reduces a tensor in place along the axes that cut dimensions."""
     axes = [cut.axis for dim in dims for cut in spec.cuts(dim)]
 
     def reduce(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
@@ -55,7 +55,7 @@ def _over_ranks(spec: DTensorSpec, dims: Collection[int]) -> Reduce:
 
 
 def _highest(values: torch.Tensor, dims: Collection[int], reduce: Reduce) -> torch.Tensor:
-    """Return the highest of all ranks' values over dimensions, which are kept."""
+    """Return the maximum over dimensions, which are kept, and over all ranks."""
     if all(values.shape[dim] for dim in dims):
         found = values.amax(tuple(dims), keepdim=True)
     else:
@@ -65,7 +65,7 @@ def _highest(values: torch.Tensor, dims: Collection[int], reduce: Reduce) -> tor
 
 
 def _softmax_local(call: OpCall) -> Callable[..., Any] | None:
-    """Normalise over all ranks' classes, where they are divided."""
+    """Normalize over the classes of all ranks, if they are sharded."""
     spec = call.operands[0]
     dim = call.arg("dim") % max(spec.ndim, 1)
     if spec.ndim == 0 or not spec.cuts(dim):
@@ -94,13 +94,13 @@ def _softmax_local(call: OpCall) -> Callable[..., Any] | None:
     aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
     local=_softmax_local,
 )  # fmt: skip
-def _softmax(call: OpCall) -> list[Strategy]:
-    found = alike(call, map(Shard, range(call.operands[0].ndim)))
+def _softmax(call: OpCall) -> list[AxisStrategy]:
+    found = same_placement(call, map(Shard, range(call.operands[0].ndim)))
     return found + (with_one(call) if "backward" in call.name else [])
 
 
 def _logsumexp_local(call: OpCall) -> Callable[..., Any] | None:
-    """Add up all ranks' exponentials, where a dimension that is reduced is divided."""
+    """Sum the exponentials of all ranks, if a reduced dimension is sharded."""
     spec, dims, dtype = call.operands[0], reduced_dims(call), call.result.meta.dtype
     if not any(spec.cuts(dim) for dim in dims):
         return zeros_where_empty(call)
@@ -118,19 +118,19 @@ def _logsumexp_local(call: OpCall) -> Callable[..., Any] | None:
 
 
 @rule(aten.logsumexp.default, local=_logsumexp_local)
-def _logsumexp(call: OpCall) -> list[Strategy]:
+def _logsumexp(call: OpCall) -> list[AxisStrategy]:
     spec, dims = call.operands[0], reduced_dims(call)
     cuts = [] if spec.meta.dtype.is_complex else map(Shard, dims)
-    return reduction(call, None) + [Strategy((cut,), (R,)) for cut in cuts]
+    return reduction(call, None) + [AxisStrategy((cut,), (R,)) for cut in cuts]
 
 
 # ---- losses that are pointwise before they are reduced -------------------------------------------
 
 
 def _sizes(specs: Sequence[DTensorSpec]) -> tuple[int, int]:
-    """Return how many elements this rank has of tensors that are broadcast, and all ranks."""
-    mine, whole = zip(*((spec.local_shape, spec.shape) for spec in specs), strict=True)
-    return torch.broadcast_shapes(*mine).numel(), torch.broadcast_shapes(*whole).numel()
+    """Return the number of elements after broadcasting, of this rank's parts and in total."""
+    local, full = zip(*((spec.local_shape, spec.shape) for spec in specs), strict=True)
+    return torch.broadcast_shapes(*local).numel(), torch.broadcast_shapes(*full).numel()
 
 
 def _pointwise_loss_local(call: OpCall) -> Callable[..., Any] | None:
@@ -143,23 +143,23 @@ def _pointwise_loss_local(call: OpCall) -> Callable[..., Any] | None:
     aten.soft_margin_loss.default,
     local=_pointwise_loss_local,
 )  # fmt: skip
-def _pointwise_loss(call: OpCall) -> list[Strategy]:
+def _pointwise_loss(call: OpCall) -> list[AxisStrategy]:
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.operands))
     reduced = call.arg("reduction") != NONE
     cuts = aligned_cuts(call, shape)
-    return [Strategy(inputs, (SUM if reduced else cut,)) for cut, inputs in cuts]
+    return [AxisStrategy(inputs, (SUM if reduced else cut,)) for cut, inputs in cuts]
 
 
 def _pointwise_loss_backward_local(call: OpCall) -> Callable[..., Any] | None:
-    """Divide by the number of all elements, not by that of this rank's."""
-    mine, whole = _sizes(call.operands[1:])
-    if call.arg("reduction") != MEAN or mine == whole:
+    """Divide by the total number of elements instead of the number of this rank's elements."""
+    mine, total = _sizes(call.operands[1:])
+    if call.arg("reduction") != MEAN or mine == total:
         return None
     op = call.op
     place = schema_of(op).names.index("reduction")
 
     def backward(grad: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        filled = [grad / whole, *args]
+        filled = [grad / total, *args]
         if place < len(filled):
             filled[place] = TOTAL
         else:
@@ -175,7 +175,7 @@ def _pointwise_loss_backward_local(call: OpCall) -> Callable[..., Any] | None:
     aten.soft_margin_loss_backward.default,
     local=_pointwise_loss_backward_local,
 )  # fmt: skip
-def _pointwise_loss_backward(call: OpCall) -> list[Strategy]:
+def _pointwise_loss_backward(call: OpCall) -> list[AxisStrategy]:
     return pointwise(call) + with_one(call)
 
 
@@ -183,7 +183,7 @@ def _pointwise_loss_backward(call: OpCall) -> list[Strategy]:
 
 
 def _batches(scores: DTensorSpec) -> list[tuple[Placement, Placement]]:
-    """Return how scores [N, C, ...] and what has no classes, [N, ...], may be cut."""
+    """Return placements that cut scores [N, C, ...] and targets [N, ...] in the same way."""
     if scores.ndim < 2:
         return []
     pairs: list[tuple[Placement, Placement]] = [(Shard(0), Shard(0))]
@@ -196,7 +196,7 @@ def _classes(scores: DTensorSpec) -> int:
 
 
 def _check_targets(target: torch.Tensor, classes: int, ignored: int) -> None:
-    """Raise as the operator itself does if a target is no class."""
+    """Raise as the operator itself does if a target is out of range."""
     wrong = ((target < 0) | (target >= classes)) & (target != ignored)
     if not target.is_cuda and wrong.any():
         raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
@@ -205,7 +205,7 @@ def _check_targets(target: torch.Tensor, classes: int, ignored: int) -> None:
 def _weights(
     target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return what each target counts."""
+    """Return the weight of each target."""
     counts = target != ignored
     if weight is None:
         return counts.to(dtype)
@@ -213,9 +213,9 @@ def _weights(
 
 
 def _nll_of_divided(scores: DTensorSpec) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return nll_loss for classes that are sharded, of this rank's samples, and their weights.
+    """Return nll_loss for sharded classes: a function that returns the loss and the total weight.
 
-    The rank that has a sample's target has its loss, and the other ranks 0; they add these up.
+    The rank with a sample's target computes its loss, other ranks 0; these are all-reduced.
     """
     dim = _classes(scores)
     run = scores.runs(dim)[0]
@@ -241,7 +241,7 @@ def _nll_of_divided(scores: DTensorSpec) -> Callable[..., tuple[torch.Tensor, to
 
 
 def _nll_local(call: OpCall) -> Callable[..., Any] | None:
-    """Divide by the weight of all targets, which the ranks add up."""
+    """Divide by the weights of all targets, summed over the ranks."""
     scores, dim = call.operands[0], _classes(call.operands[0])
     divided = bool(scores.cuts(dim))
     sums = _nll_of_divided(scores) if divided else call.op
@@ -250,13 +250,13 @@ def _nll_local(call: OpCall) -> Callable[..., Any] | None:
         return sums if divided else None
     total = call.results[1]
     assert total is not None
-    terms, whole = total.with_placements(batch), total.replicated()
+    terms, replicated = total.with_placements(batch), total.replicated()
 
     def mean(
         values: torch.Tensor, target: torch.Tensor, weight: Any, _: int, ignored: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         loss, own = sums(values, target, weight, TOTAL, ignored)
-        weights = redistribute(own, terms, whole)
+        weights = redistribute(own, terms, replicated)
         return loss / weights, weights
 
     return mean
@@ -266,20 +266,20 @@ def _nll_local(call: OpCall) -> Callable[..., Any] | None:
     aten.nll_loss_forward.default, aten.nll_loss2d_forward.default,
     local=_nll_local, contiguous=True,
 )  # fmt: skip
-def _nll(call: OpCall) -> list[Strategy]:
+def _nll(call: OpCall) -> list[AxisStrategy]:
     weights = (R,) * (len(call.operands) - 2)
     reduction = call.arg("reduction")
-    found: list[Strategy] = []
+    found: list[AxisStrategy] = []
     for scores, targets in _batches(call.operands[0]):
         loss = targets if reduction == NONE else SUM
         total = R if reduction == MEAN else SUM
-        found.append(Strategy((scores, targets, *weights), (loss, total)))
+        found.append(AxisStrategy((scores, targets, *weights), (loss, total)))
     classes = Shard(_classes(call.operands[0]))
-    return [*found, Strategy((classes, R, *weights), (R, R))]
+    return [*found, AxisStrategy((classes, R, *weights), (R, R))]
 
 
 def _nll_backward_local(call: OpCall) -> Callable[..., Any] | None:
-    """Give the gradient of this rank's classes, where they are divided."""
+    """Return the gradient of this rank's classes, if they are sharded."""
     spec = call.operands[1]
     dim = _classes(spec)
     if not spec.cuts(dim):
@@ -312,12 +312,12 @@ def _nll_backward_local(call: OpCall) -> Callable[..., Any] | None:
     aten.nll_loss_backward.default, aten.nll_loss2d_backward.default,
     local=_nll_backward_local, contiguous=True,
 )  # fmt: skip
-def _nll_backward(call: OpCall) -> list[Strategy]:
+def _nll_backward(call: OpCall) -> list[AxisStrategy]:
     rest = (R,) * (len(call.operands) - 3)
-    found: list[Strategy] = []
+    found: list[AxisStrategy] = []
     for scores, targets in _batches(call.operands[1]):
         grad = targets if call.operands[0].ndim else R
-        found.append(Strategy((grad, scores, targets, *rest), (scores,)))
+        found.append(AxisStrategy((grad, scores, targets, *rest), (scores,)))
     classes = Shard(_classes(call.operands[1]))
-    found.append(Strategy((R, classes, R, *rest), (classes,)))
+    found.append(AxisStrategy((R, classes, R, *rest), (classes,)))
     return found + with_one(call)

@@ -1,10 +1,10 @@
-"""Views: results whose elements are those of the operand, in other dimensions.
+"""Views: results with the elements of the operand in other dimensions.
 
-A view is a map of dimensions (*groups*): each run of consecutive dimensions of the operand becomes
-a run of the result, with as many elements. Where a group is one dimension for one, its cuts go
-along. Where dimensions are flattened or split, a cut goes along if the parts stay what the cut
-makes of the result: the outermost dimension of a group, if it divides evenly; an inner one as
-`StridedShard`. What cannot go along is gathered first. Terms go through every view.
+A view maps groups of dimensions: each run of consecutive dimensions of the operand becomes a run of
+the result with the same number of elements. If a group maps one dimension to one, it keeps its
+cuts. If dimensions are flattened or split, a cut is kept if a placement of the result describes the
+parts: a cut of the outermost dimension of a group, if it divides evenly, as `Shard`, and a cut of
+an inner one as `StridedShard`. Other cuts are gathered first. Every view keeps Partial placements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dure.errors import PlacementError
-from dure.tensor.call import TERMS, Op, OpCall, R, Strategy, alike, direct
+from dure.tensor.call import TERMS, AxisStrategy, Op, OpCall, R, direct, same_placement
 from dure.tensor.dispatch import dispatch, special
 from dure.tensor.placement_types import Placement, Shard, StridedShard
 from dure.tensor.redistribute import redistribute
@@ -32,29 +32,29 @@ __all__ = ["groups_of", "without"]
 aten = torch.ops.aten
 
 
-def _moved_dims(call: OpCall, to: Sequence[int | None]) -> list[Strategy]:
-    """Return strategies of a view that puts dimension d of the operand at `to[d]`."""
+def _moved_dims(call: OpCall, to: Sequence[int | None]) -> list[AxisStrategy]:
+    """Return strategies of a view that moves dimension d of the operand to `to[d]`."""
     count = len(call.outputs)
     strided = [p for p in call.operands[0].placements if isinstance(p, StridedShard)]
     cuts = [*map(Shard, range(len(to))), *dict.fromkeys(strided)]
-    found: list[Strategy] = []
+    found: list[AxisStrategy] = []
     for cut in cuts:
         there = to[cut.dim]
         if there is not None:
-            found.append(Strategy((cut,), (replace(cut, dim=there),) * count))
-    return found + alike(call, TERMS)
+            found.append(AxisStrategy((cut,), (replace(cut, dim=there),) * count))
+    return found + same_placement(call, TERMS)
 
 
 @rule(
     aten.detach.default, aten.alias.default, aten.lift_fresh.default,
 )  # fmt: skip
-def _same_dims(call: OpCall) -> list[Strategy]:
+def _same_dims(call: OpCall) -> list[AxisStrategy]:
     return _moved_dims(call, range(call.operands[0].ndim))
 
 
 @special(aten._conj.default, aten._neg_view.default)
 def _marked(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute at once what torch only marks a view with: an operator meets no marked parts."""
+    """Compute conjugates and negatives that torch would only mark: no part has such a mark."""
     (tensor,) = args
     result = dispatch(
         aten.neg.default if op is aten._neg_view.default else aten.conj_physical.default,
@@ -85,7 +85,7 @@ def _view_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     view = dispatch(_IN_PLACE_VIEWS[op], args, kwargs) if op in _IN_PLACE_VIEWS else None
     if view is None or view.copied_at is not None:
         raise PlacementError(
-            f"{op} would have to move the tensor, or give it another shape in place",
+            f"{op} would have to redistribute or reshape the tensor in place",
             op=str(op),
             seen=str(tensor.spec),
             fix="Use the operator that returns a new tensor, or redistribute() first.",
@@ -99,22 +99,22 @@ def _view_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 _PYTHON_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(  # pyright: ignore
     torch._C.DispatchKey.PythonTLSSnapshot  # pyright: ignore
 )
-"""What sends operators on DTensors to `dispatch`."""
+"""The dispatch keys by which operators on DTensors reach `dispatch`."""
 
 
 @special(aten.as_strided.default)
 def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """View memory, of a gathered copy as of a whole part.
+    """Run `as_strided` on a replicated part, or on a gathered copy.
 
-    What is beside a view in memory, a copy of it does not have.
+    A gathered copy of a view does not contain the memory around the view.
     """
     tensor, spec = args[0], args[0].spec
-    whole = spec.replicated()
+    replicated = spec.replicated()
     if spec.coordinate is None:
         made = op(spec.meta.empty(), *args[1:], **kwargs)
-        outside = spec_of(spec.mesh, whole.placements, TensorMeta.of(made))
+        outside = spec_of(spec.mesh, replicated.placements, TensorMeta.of(made))
         return wrap(outside.part_outside(), outside)
-    part, moved = redistribute(tensor.part, spec, whole), not spec.is_replicated()
+    part, moved = redistribute(tensor.part, spec, replicated), not spec.is_replicated()
     if part.stride() != spec.meta.stride and is_dense(spec.meta.empty()):
         copy = torch.empty_strided(
             spec.shape, spec.meta.stride, dtype=part.dtype, device=part.device
@@ -123,13 +123,13 @@ def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     beside = moved and tensor._is_view() and (*args[3:], *kwargs.values()) not in ((), (None,))
     if beside or part.stride() != spec.meta.stride:
         raise PlacementError(
-            "as_strided looks at the memory of a tensor whose parts lie otherwise",
+            "as_strided is not possible: the parts do not have the strides of the full tensor",
             op=str(op),
             seen=str(spec),
-            fix="clone() it, contiguous, or redistribute() it to Replicate() first.",
+            fix="Call contiguous() or clone(), or redistribute() it to Replicate() first.",
         )
     made = op(part, *args[1:], **kwargs)
-    result = wrap(made, spec_of(spec.mesh, whole.placements, TensorMeta.of(made)))
+    result = wrap(made, spec_of(spec.mesh, replicated.placements, TensorMeta.of(made)))
     result.copied_at = tensor._version if moved else tensor.copied_at
     return result
 
@@ -142,18 +142,18 @@ def _other_dtype_local(call: OpCall) -> Callable[..., Any]:
     aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default,
     local=_other_dtype_local,
 )  # fmt: skip
-def _other_dtype(call: OpCall) -> list[Strategy]:
-    """The last dimension takes up what elements get larger or smaller; terms only of complex."""
+def _other_dtype(call: OpCall) -> list[AxisStrategy]:
+    """Views of another dtype change the last dimension; Partial is kept for complex views only."""
     spec, result = call.operands[0], call.output
     bits = call.op is aten.view.dtype
     same = bits and spec.meta.dtype.itemsize == result.dtype.itemsize
     shared = min(spec.ndim, len(result.shape)) - (bits and not same)
-    found = [Strategy((Shard(dim),), (Shard(dim),)) for dim in range(shared)]
-    return found + [Strategy((term,), (term,)) for term in TERMS[:2] if not bits]
+    found = [AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in range(shared)]
+    return found + [AxisStrategy((term,), (term,)) for term in TERMS[:2] if not bits]
 
 
 @rule(aten.t.default, aten.transpose.int, aten.permute.default)
-def _permuted(call: OpCall) -> list[Strategy]:
+def _permuted(call: OpCall) -> list[AxisStrategy]:
     ndim = call.operands[0].ndim
     order = list(range(ndim))
     if call.op is aten.permute.default:
@@ -165,20 +165,20 @@ def _permuted(call: OpCall) -> list[Strategy]:
 
 
 @rule(aten.unsqueeze.default)
-def _unsqueezed(call: OpCall) -> list[Strategy]:
+def _unsqueezed(call: OpCall) -> list[AxisStrategy]:
     ndim = call.operands[0].ndim
     new = call.arg("dim") % (ndim + 1)
     return _moved_dims(call, [dim + (dim >= new) for dim in range(ndim)])
 
 
 def without(ndim: int, gone: Iterable[int]) -> list[int | None]:
-    """Return where dimensions are in a tensor that lacks some of them."""
+    """Return the position of each dimension after some were removed; None for those."""
     lost = {dim % max(ndim, 1) for dim in gone}
     return [None if d in lost else d - sum(g < d for g in lost) for d in range(ndim)]
 
 
 def _squeezed_dims(call: OpCall) -> list[int]:
-    """Return the dimensions that go: of one element in the whole, not in a part."""
+    """Return the dimensions that are removed: those of one element in the full tensor."""
     shape = call.operands[0].shape
     dims = range(len(shape)) if call.op is aten.squeeze.default else call.arg("dim")
     dims = [dims] if isinstance(dims, int) else dims
@@ -191,12 +191,12 @@ def _squeezed_local(call: OpCall) -> Callable[..., Any]:
 
 
 @rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, local=_squeezed_local)
-def _squeezed(call: OpCall) -> list[Strategy]:
+def _squeezed(call: OpCall) -> list[AxisStrategy]:
     return _moved_dims(call, without(call.operands[0].ndim, _squeezed_dims(call)))
 
 
 @rule(aten.expand.default, local=with_local_size)
-def _expanded(call: OpCall) -> list[Strategy]:
+def _expanded(call: OpCall) -> list[AxisStrategy]:
     shape, made = call.operands[0].shape, call.output.shape
     added = len(made) - len(shape)
     kept = [size == made[dim + added] for dim, size in enumerate(shape)]
@@ -207,7 +207,7 @@ def _expanded(call: OpCall) -> list[Strategy]:
 
 
 @rule(aten.split.Tensor, aten.split_with_sizes.default, aten.unfold.default, aten.slice.Tensor)
-def _parts(call: OpCall) -> list[Strategy]:
+def _parts(call: OpCall) -> list[AxisStrategy]:
     shape = call.operands[0].shape
     dim = call.arg("dimension" if call.op is aten.unfold.default else "dim") % max(len(shape), 1)
     everything = False
@@ -218,12 +218,12 @@ def _parts(call: OpCall) -> list[Strategy]:
 
 
 @rule(aten.select.int, aten.unbind.int)
-def _selected(call: OpCall) -> list[Strategy]:
+def _selected(call: OpCall) -> list[AxisStrategy]:
     return _moved_dims(call, without(call.operands[0].ndim, [call.arg("dim")]))
 
 
 @rule(aten.diagonal.default)
-def _diagonal(call: OpCall) -> list[Strategy]:
+def _diagonal(call: OpCall) -> list[AxisStrategy]:
     gone = call.arg("dim1"), call.arg("dim2")
     return _moved_dims(call, without(call.operands[0].ndim, gone))
 
@@ -232,7 +232,7 @@ def _diagonal(call: OpCall) -> list[Strategy]:
 
 
 def groups_of(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return which dimensions of one shape become which of the other, in runs of equal size."""
+    """Return the groups of a reshape: runs of dimensions of equal size in both shapes."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -254,19 +254,19 @@ def groups_of(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[in
 
 
 Digit = tuple[int, int | None]
-"""A size, and the mesh axis whose coordinate it is; None for what each rank has."""
+"""A size, and the mesh axis that is cut by it; None if each rank has all of its values."""
 
 
 def _reshaped_local(call: OpCall) -> Callable[..., Any]:
-    """View the part if the full tensor is viewed, whatever the strides of the part; else copy."""
+    """Return a view of the part if the reshape of the full tensor is a view, else a copy."""
     spec, shape, view = call.operands[0], call.result.local_shape, direct(aten.view.default)
-    if call.op is aten._unsafe_view.default:  # of a tensor that nothing else has
+    if call.op is aten._unsafe_view.default:  # its operand is used nowhere else
         return lambda tensor, size: tensor.reshape(shape)
     full = spec.meta.empty()
     if call.op is aten.view.default or is_alias(full.reshape(call.output.shape), full):
 
         def viewed(tensor: torch.Tensor, size: object) -> torch.Tensor:
-            try:  # saves a call
+            try:  # saves the call of view_or_copy
                 return view(tensor, shape)
             except RuntimeError:
                 return view_or_copy(view, spec, tensor, shape)
@@ -284,16 +284,16 @@ def _reshaped_local(call: OpCall) -> Callable[..., Any]:
     aten.view.default, aten._unsafe_view.default, aten.reshape.default,
     local=_reshaped_local, all_axes=True,
 )  # fmt: skip
-def _reshaped(call: OpCall) -> list[Strategy]:
-    """All cuts go along if they can; else those of the first axes that can."""
+def _reshaped(call: OpCall) -> list[AxisStrategy]:
+    """Keep all cuts if possible; otherwise keep the cuts of each axis in turn, if possible."""
     spec, result = call.operands[0], call.output
     before, after, sizes = spec.shape, result.shape, spec.mesh.shape
     if 0 in before:
         keep = tuple(p if p.is_partial() else R for p in spec.placements)
-        return [Strategy((keep,), (keep,))]
+        return [AxisStrategy((keep,), (keep,))]
     there = _through(spec.placements, before, after, sizes)
     if there is not None:
-        return [Strategy((spec.placements,), (there,))]
+        return [AxisStrategy((spec.placements,), (there,))]
     given: list[Placement] = [R if p.is_shard() else p for p in spec.placements]
     there = tuple(given)
     for axis, placement in enumerate(spec.placements):
@@ -301,7 +301,7 @@ def _reshaped(call: OpCall) -> list[Strategy]:
         found = _through(trial, before, after, sizes)
         if found is not None:
             given, there = trial, found
-    return [Strategy((tuple(given),), (there,))]
+    return [AxisStrategy((tuple(given),), (there,))]
 
 
 def _through(
@@ -310,12 +310,12 @@ def _through(
     after: Sequence[int],
     sizes: Sequence[int],
 ) -> tuple[Placement, ...] | None:
-    """Return what placements become by a reshape; None if some cut cannot go along.
+    """Return the placements of a reshape's result; None if a cut cannot be kept.
 
-    Cuts that divide evenly make of a dimension's index a number of several digits, outermost first;
-    one of them is the coordinate along the axis. A reshape writes the digits of a group of
-    dimensions one after another, and puts them together anew. What is found is checked: the
-    result's placements must give the same digits.
+    Cuts that divide evenly split the index of a dimension into digits, outermost first; one of the
+    digits is the coordinate along the axis. A reshape concatenates the digits of a group of
+    dimensions and distributes them to the new dimensions. At the end it is checked that the
+    placements found for the result give the same digits.
     """
     found = [R if p.is_shard() else p for p in placements]
     wanted: list[tuple[int, list[Digit]]] = []
@@ -355,7 +355,7 @@ def _through(
 
 
 def _digits(size: int, cuts: Sequence[Cut], sizes: Sequence[int]) -> list[Digit] | None:
-    """Return the digits that cuts make of an index; None where they do not divide evenly."""
+    """Return the digits into which cuts split an index; None if they do not divide evenly."""
     digits: list[Digit] = [(size, None)] if size > 1 else []
     for cut in cuts:
         place, runs, n = 0, cut.runs, sizes[cut.axis]
@@ -394,7 +394,7 @@ def _taken(digits: list[Digit], size: int) -> list[Digit] | None:
 
 
 def _merged(digits: Sequence[Digit]) -> list[Digit]:
-    """Return the digits with neighbours that each rank has put together."""
+    """Return the digits, with neighbors that no axis cuts multiplied."""
     merged: list[Digit] = []
     for length, axis in digits:
         if merged and axis is None and merged[-1][1] is None:

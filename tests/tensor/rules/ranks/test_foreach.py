@@ -105,5 +105,5 @@ def test_a_number_on_a_mesh_without_this_rank_is_refused(rank):
         torch._foreach_mul_([weight], rate)
         assert weight.to_local().item() == 0.5
         return
-    with pytest.raises(NotInGroupError, match="does not have this rank"):
+    with pytest.raises(NotInGroupError, match="does not contain this rank"):
         torch._foreach_mul_([weight], rate)
