@@ -18,7 +18,7 @@ from dure.comm.untraced import untraced_below
 from dure.errors import PlacementError, UsageWarning
 from dure.tensor.dispatch import check_copy
 from dure.tensor.placement_types import Partial, Placement, Replicate
-from dure.tensor.redistribute import Move, execution_plan_of, redistribute
+from dure.tensor.redistribute import Move, plan_of, redistribute
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 from dure.tensor.strides import laid
 from dure.tensor.terms import averaged_over, gradient_of_term, needs_terms, selected_by
@@ -274,9 +274,7 @@ def _redistributed(
     moved = redistribute(local, spec, target, async_op)
     if moved is local:
         return wrap(local if async_op else local.view_as(local), target)
-    if execution_plan_of(spec, target).steps[-1].move is Move.SLICE and have_one_memory(
-        moved, local
-    ):
+    if plan_of(spec, target).steps[-1].move is Move.SLICE and have_one_memory(moved, local):
         moved = moved.clone()  # a slice shares memory with the full tensor, which may be written
     return wrap(moved, target.compact())
 

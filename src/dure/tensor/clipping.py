@@ -118,7 +118,8 @@ def clip_grad_norm_(
         weight = distribute_tensor(torch.nn.Parameter(torch.ones(4)), mesh, [Shard(0)])
         weight.grad = distribute_tensor(torch.full((4,), 3.0), mesh, [Shard(0)])
         norm = clip_grad_norm_([weight], max_norm=1.0)
-        assert norm.item() == 6.0 and weight.grad.full_tensor().norm() <= 1.0
+        assert round(norm.item(), 3) == 6.0
+        assert round(weight.grad.full_tensor().norm().item(), 3) == 1.0
         ```
     """
     del foreach

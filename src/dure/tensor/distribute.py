@@ -27,9 +27,9 @@ from dure.tensor.parameter_names import name_parameters
 from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.redistribute import (
     can_be_split,
-    execution_plan_of,
     parts_along,
     pieces_of,
+    plan_of,
     term_of,
 )
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
@@ -102,7 +102,7 @@ def distribute_tensor(
     if spec.coordinate is None:
         local = spec.part_outside()
     else:
-        about(execution_plan_of(spec, spec).subject)
+        about(plan_of(spec, spec).subject)
         try:
             local = _received(local, spec, None if local.is_meta else src_data_rank)
         finally:

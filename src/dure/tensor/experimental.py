@@ -228,9 +228,9 @@ def register_sharding(op: Op | list[Op]) -> Callable[..., Any]:
         ```python
         from dure.tensor.experimental import register_sharding
 
-        @register_sharding(torch.ops.aten._softmax.default)
-        def softmax(x, dim, half_to_float):
-            return [([Shard(d)], [Shard(d), None, None]) for d in range(x.ndim) if d != dim]
+        @register_sharding(torch.ops.aten.cumprod.default)
+        def cumprod(x, dim, dtype=None):
+            return [([Shard(d)], [Shard(d), None]) for d in range(x.ndim) if d != dim % x.ndim]
         ```
     """
     ops = op if isinstance(op, list) else [op]

@@ -63,13 +63,13 @@ __all__ = [
     "RedistributionStep",
     "all_reduce_of",
     "can_be_split",
-    "execution_plan_of",
     "parts_along",
     "pieces_of",
     "plan_of",
     "price_of",
     "redistribute",
     "running",
+    "steps_between",
     "term_of",
 ]
 
@@ -104,7 +104,7 @@ _LOCAL = (Move.SLICE, Move.SPLIT)
 
 @dataclass(frozen=True, slots=True)
 class RedistributionStep:
-    """One step of a plan.
+    """One step of a redistribution.
 
     Attributes:
         move: The kind of step.
@@ -128,16 +128,6 @@ class RedistributionStep:
     def __str__(self) -> str:
         change = f"{self.before.placements[self.axis]} -> {self.after.placements[self.axis]}"
         return f"{self.move.value} along {self.axis_name}: {change}, {self.nbytes} bytes"
-
-
-@dataclass(frozen=True, slots=True)
-class RedistributionPlan:
-    """Steps in their order."""
-
-    steps: tuple[RedistributionStep, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.steps)) or "nothing to do"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +232,8 @@ def _next_states(
 
 
 @lru_cache(maxsize=1 << 14)
-def plan_of(source: DTensorSpec, target: DTensorSpec) -> RedistributionPlan:
-    """Return the cheapest plan from one spec to another of the same tensor and mesh.
+def steps_between(source: DTensorSpec, target: DTensorSpec) -> tuple[RedistributionStep, ...]:
+    """Return the cheapest steps from one spec to another of the same tensor and mesh.
 
     Raises:
         PlacementError: The target is Partial along an axis where the source is not, and cannot be
@@ -283,7 +273,7 @@ def plan_of(source: DTensorSpec, target: DTensorSpec) -> RedistributionPlan:
                 heapq.heappush(queue, (cost + step_cost, next(pushed), after))
     if end not in best:
         raise InternalError("no plan was found", seen=f"{source} -> {target}")
-    return RedistributionPlan(tuple(_steps_to(end, start, previous, source)))
+    return tuple(_steps_to(end, start, previous, source))
 
 
 def _steps_to(
@@ -330,7 +320,7 @@ def price_of(source: DTensorSpec, target: DTensorSpec) -> float:
     if source is target:
         return 0.0
     try:
-        steps = plan_of(source, target).steps
+        steps = steps_between(source, target)
     except PlacementError:
         return math.inf
     total = 0.0
@@ -381,7 +371,7 @@ def redistribute(
     """
     if source is target or source.coordinate is None:
         return local
-    steps, order, back, subject = execution_plan_of(source, target)
+    steps, order, back, subject = plan_of(source, target)
     if not steps:
         return local
     if local.is_meta:  # there are no values to send
@@ -399,11 +389,11 @@ def redistribute(
     return local if back is None else local.permute(back)
 
 
-class ExecutionPlan(NamedTuple):
-    """A plan for a tensor whose dimensions are in another order in memory.
+class RedistributionPlan(NamedTuple):
+    """The steps from one spec to another, and the permutations around them.
 
     Attributes:
-        steps: The steps on the permuted tensor, which is row-major.
+        steps: The steps on the tensor with its dimensions in the order in memory: row-major.
         order: The permutation before the first step; None if the tensor is row-major.
         back: The permutation after the last step.
         subject: The description that ranks compare.
@@ -416,7 +406,7 @@ class ExecutionPlan(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def execution_plan_of(source: DTensorSpec, target: DTensorSpec) -> ExecutionPlan:
+def plan_of(source: DTensorSpec, target: DTensorSpec) -> RedistributionPlan:
     """Return the steps from one spec to another, with the permutations around them."""
     order, back, memory_order = source.order, None, ""
     to = ", ".join(map(str, target.placements))
@@ -426,7 +416,7 @@ def execution_plan_of(source: DTensorSpec, target: DTensorSpec) -> ExecutionPlan
     subject = subject_of(f"{source}{memory_order} to ({to}) on {source.mesh!r}")
     if order is not None:
         source, target = source.permuted(order), target.permuted(order)
-    return ExecutionPlan(plan_of(source, target).steps, order, back, subject)
+    return RedistributionPlan(steps_between(source, target), order, back, subject)
 
 
 def all_reduce_of(
@@ -440,7 +430,7 @@ def all_reduce_of(
         tensor: The tensor.
         op: The reduction.
     """
-    about(execution_plan_of(spec, spec).subject)
+    about(plan_of(spec, spec).subject)
     try:
         for axis in axes:
             group = spec.mesh.get_group(axis)
@@ -506,7 +496,7 @@ def _last_cut(spec: DTensorSpec, axis: int) -> tuple[int, Cut]:
     return placement.dim, cut
 
 
-when_left.extend(table.cache_clear for table in (plan_of, execution_plan_of, _last_cut))
+when_left.extend(table.cache_clear for table in (steps_between, plan_of, _last_cut))
 
 
 def parts_along(size: int, cut: Cut, n: int) -> list[list[tuple[int, int]]]:

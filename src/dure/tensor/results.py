@@ -97,7 +97,7 @@ def _as_stored(call: OpCall, metas: list[torch.Tensor], found: list[Any]) -> lis
         return [torch.empty_like(like, memory_format=layout), *found[1:]]
     pointwise = torch.Tag.pointwise in call.op.tags or call.op in _LIKE_SUMS
     if pointwise and len(metas) == 2 and not schema_of(call.op).mutated and len(found) == 1:
-        made = found[0]
+        (made,) = found
         first, second = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in metas)
         if made.shape == (total := first + second).shape:  # a loss may be reduced
             return [total.to(made.dtype)]
