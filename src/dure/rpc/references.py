@@ -33,9 +33,9 @@ once.
 **Fetching.** A value is fetched by its holders, and by the process that makes it before the call
 has arrived. An owner refuses others.
 
-**Forged messages.** A reference and a token are random numbers: only processes that were sent one
-know it. A message that ends or loses something counts only if it comes from the process that may
-send it: the owner, or the process that the token was sent to.
+**Forged messages.** The numbers of references and tokens are partly random: only processes that
+were sent one know it. A message that ends or loses something counts only if it comes from the
+process that may send it: the owner, or the process that the token was sent to.
 
 **Assumptions.** Messages of this protocol from one process to another arrive in order, once, while
 both live (`links`). A death is final: no event of a dead process follows `died`. All processes are
@@ -46,6 +46,7 @@ Threads: the caller's lock guards the state.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 __all__ = [
+    "SEQUENCE_BITS",
     "Action",
     "AskFlush",
     "Declined",
@@ -73,10 +75,13 @@ __all__ = [
 ]
 
 RefId = tuple[int, int]
-"""A reference: the process that made it, and a random number."""
+"""A reference: the process that made it, and a number that other processes cannot guess."""
 
 Token = tuple[int, int]
-"""A reference under way: the process that sent it, and a random number."""
+"""A reference under way: the process that sent it, and a number as of a reference."""
+
+SEQUENCE_BITS = 24
+"""The low bits of a number count; the others are random."""
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -194,8 +199,9 @@ class _SentToken:
     makes: bool  # with the call that makes the value
 
 
-def _random_number() -> int:
-    return secrets.randbits(63)
+def _unguessable_numbers() -> Callable[[], int]:
+    sequence = itertools.count(1)
+    return lambda: secrets.randbits(39) << SEQUENCE_BITS | next(sequence) % (1 << SEQUENCE_BITS)
 
 
 class References:
@@ -210,8 +216,8 @@ class References:
         it.
     """
 
-    def __init__(self, me: int, new_number: Callable[[], int] = _random_number) -> None:
-        self.me, self._new_number = me, new_number
+    def __init__(self, me: int, new_number: Callable[[], int] | None = None) -> None:
+        self.me, self._new_number = me, new_number or _unguessable_numbers()
         self._entries: dict[RefId, _ReferenceState] = {}
         self._sent: dict[Token, _SentToken] = {}
         self._refused: set[Token] = set()  # declined: refused if they arrive later

@@ -13,6 +13,7 @@ from dure.rpc.autograd.api import backward
 from dure.rpc.autograd.backward import inside
 from dure.rpc.current import current
 from dure.rpc.functions import MARK, DeferredResult
+from dure.rpc.references import SEQUENCE_BITS
 
 if TYPE_CHECKING:
     from dure.rpc.agent import RpcAgent
@@ -277,7 +278,8 @@ class RRef(Generic[T]):
         return f"UserRRef(RRefId = {made}, ForkId = {self._id(self._agent.me.id)})"
 
     def _id(self, worker: int, more: int = 0) -> str:
-        return f"GloballyUniqueId(created_on={worker}, local_id={self._ref[1] + more})"
+        number = self._ref[1] % (1 << SEQUENCE_BITS)  # without the secret part
+        return f"GloballyUniqueId(created_on={worker}, local_id={number + more})"
 
     def __reduce__(self) -> tuple[object, ...]:
         raise RpcError(
