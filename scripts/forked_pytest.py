@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 # What tests/conftest.py sets for the tests must be set before torch is loaded.
 VARIABLES = {"OMP_NUM_THREADS": "1", "DURE_TRACE_DIR": "off"}
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 POLL_S = 0.02
 HUNG = -signal.SIGKILL  # the status of a run that was ended at its limit
 
@@ -108,9 +109,12 @@ class ForkedPytest:
 
 def serve(modules: list[str]) -> None:
     """Fork a run for each line of standard input, and print its number and how it ended."""
+    if not modules:  # nothing of `dure` either, which torch would load as one of its backends
+        os.environ[AUTOLOAD] = "0"
     import pytest
     import torch._dynamo  # noqa: F401  (what nearly all tests load, for seconds)
 
+    os.environ.pop(AUTOLOAD, None)
     silent = os.open(os.devnull, os.O_WRONLY)
     output = os.dup(1)
     os.dup2(silent, 1)
@@ -142,6 +146,7 @@ def serve(modules: list[str]) -> None:
 
 def _run(words: list[str], output: str) -> NoReturn:
     import pytest
+    import torch
 
     os.setpgrp()  # not a session: priorities would count within it only
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -149,6 +154,8 @@ def _run(words: list[str], output: str) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(written, 1)
     os.dup2(written, 2)
+    if "dure" not in sys.modules:
+        torch._import_device_backends()  # pyright: ignore[reportPrivateUsage]
     _prepare_fork_server()
     status = int(pytest.main(words))
     shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # `_exit` does not

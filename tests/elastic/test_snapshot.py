@@ -92,6 +92,32 @@ class ExtraState(nn.Module):
         return self.sums["a"][0]
 
 
+class KeepsInHook(nn.Module):
+    """Keeps what a hook before loading is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(2))
+        self.kept = torch.zeros(2)
+        self.register_load_state_dict_pre_hook(self.keep)
+
+    def keep(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        self.kept = state[f"{prefix}sum"]
+
+    def total(self) -> torch.Tensor:
+        return self.kept
+
+
+class KeepsInLoad(KeepsInHook):
+    """Keeps what its own way to load is given."""
+
+    def keep(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *_: Any) -> None:
+        self.kept = state[f"{prefix}sum"]
+
+
 class PlainObject:
     def __init__(self) -> None:
         self.sum = torch.zeros(2)
@@ -109,7 +135,7 @@ class PlainObject:
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize(
     "kind",
-    [ExtraState, PlainObject],
+    [ExtraState, KeepsInHook, KeepsInLoad, PlainObject],
 )
 def test_part_that_keeps_what_it_is_given_does_not_change_the_commit(kind: Any, within: bool):
     part = kind()
