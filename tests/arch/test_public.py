@@ -29,7 +29,6 @@ MADE_BY_DURE = {
     "checkpoint.staging.BlockingAsyncStager.hold": "the same",
     "checkpoint.staging.DefaultStager.hold": "the same",
     "ProcessGroup.__init__": "`new_group` makes it",
-    "ProcessGroup.footprints": "for DDP and FSDP, which choose by it",
     "ProcessGroup.hold": "for buckets and checkpoints, which wait until operations have ended",
     "Work.__init__": "collectives make it",
     "GradBucket.__init__": "DDP makes it for hooks",

@@ -77,7 +77,7 @@ class BackgroundTask(Future[T]):
             run: The work; it sees the context variables of the caller.
             name: The thread's.
             groups: Groups that must not be destroyed before its end.
-            subject: What it works on, for `wait_for_tasks`.
+            subject: The object that it works on, for `wait_for_tasks`.
         """
         self.groups, self.subject = tuple(groups), subject
         self.set_running_or_notify_cancel()  # from here on it cannot be canceled

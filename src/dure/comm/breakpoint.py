@@ -27,7 +27,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     Args:
         rank: The rank that stops.
         skip: How many times the line is passed before the rank stops there.
-        timeout_s: While it stops, operations of all groups wait this long. None: as long as before.
+        timeout_s: While it stops, operations of all groups wait this long; if None, as before.
 
     Collective:
         All ranks call.

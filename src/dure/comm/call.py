@@ -1,31 +1,30 @@
-"""`Call`: what one rank asks of its group, as one value for all backends.
+"""`Call`: an operation of one rank, as one value for all backends.
 
-A call names its operation and its tensors and nothing of how it is done. Backends run it
-(`backends.base.Backend.run`), and what ranks compare before data move is a function of it: the
-`Fingerprint`.
+A call has the operation and its tensors. Backends run it (`backends.base.Backend.run`), and before
+data move the ranks compare a function of it: the `Fingerprint`.
 
-**Operations.** Those of one tensor for all ranks end in ``_single``; the others take one tensor a
-rank. Both forms of one operation may meet (a rank that gives split sizes to all_to_all_single
-calls all_to_all), so comparing looks at their common name (`Call.kind`).
+**Operations.** Those with one tensor for all ranks end in ``_single``; the others have one tensor
+for each rank. Ranks may use both forms of one operation together (all_to_all_single with split
+sizes becomes all_to_all), so their common name is compared (`Call.kind`).
 
 | operation                  | inputs                       | outputs                      | root |
 |----------------------------|------------------------------|------------------------------|------|
 | all_reduce, reduce         | the tensor                   | the same                     | dst  |
 | broadcast                  | the tensor                   | the same                     | src  |
-| all_gather                 | the tensor                   | one a rank                   |      |
+| all_gather                 | the tensor                   | one per rank                 |      |
 | all_gather_single          | the tensor [k]               | one [n*k]                    |      |
-| gather                     | the tensor                   | on the root: one a rank      | dst  |
-| scatter                    | on the root: one a rank      | the tensor                   | src  |
-| reduce_scatter, all_to_all | one a rank                   | the tensor; one a rank       |      |
+| gather                     | the tensor                   | on the root: one per rank    | dst  |
+| scatter                    | on the root: one per rank    | the tensor                   | src  |
+| reduce_scatter, all_to_all | one per rank                 | the tensor; one per rank     |      |
 | the same, _single          | one [n*k]                    | one [k]; one [n*k]           |      |
 | barrier, new_group         |                              |                              |      |
 
-**Fingerprints.** Some lengths all ranks know, and these must be equal: one number stands for them
-(`equal`). Others only their owner knows. A root's expectation of everybody's count is a digest
-(`expected`, of the ranks' `own`). The n x n lengths of an all_to_all agree if the sum of mix(i,
-j, length) is the same over all that is sent (`sends`) and over all that is to be received
-(`takes`). So a fingerprint has a fixed size however many tensors there are, and whoever has those
-of all ranks finds what all others find.
+**Fingerprints.** Lengths that all ranks know must be equal: one number represents them (`equal`).
+Other lengths are known only to some ranks. A root's expected counts of all ranks are a digest
+(`expected`), which is compared with the ranks' `own` counts. The n x n lengths of an all_to_all
+agree if the sum of mix(i, j, length) is the same over all that is sent (`sends`) and all that is
+received (`takes`). So a fingerprint has a fixed size for any number of tensors, and each rank that
+has the fingerprints of all ranks comes to the same result.
 """
 
 from __future__ import annotations
@@ -57,19 +56,19 @@ _OUTPUT_SAYS = frozenset({"reduce_scatter", "scatter", "recv", "irecv"})
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What one rank calls (see the module's text).
+    """The call of one rank (see the module's text).
 
     Attributes:
-        op: The operation, as users know it.
-        inputs: What this rank gives.
-        outputs: Where its results go.
-        reduction: How it reduces, if it does.
-        root: `src` or `dst` of a collective; -1 where there is none.
-        peer: The other end of a message; None for anyone, and for collectives.
+        op: The operation's public name.
+        inputs: The tensors that this rank sends.
+        outputs: The tensors that it writes.
+        reduction: The reduction, if any.
+        root: `src` or `dst` of a collective; -1 if there is none.
+        peer: The other end of a message; None for any rank, and for collectives.
         tag: Of a message.
-        nbytes: Of an allocation; of new_group, who is in it (`members_code`).
-        channel: Which of the group's channels carries it.
-        subject: What it is about, where the program says (`about`).
+        nbytes: Of an allocation; for new_group a code of the members (`members_code`).
+        channel: The group's channel that runs it.
+        subject: The object that it belongs to, if set (`about`).
     """
 
     op: str
@@ -90,12 +89,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def single(self) -> bool:
-        """Whether one tensor stands for one a rank; not so where split sizes have cut it."""
+        """Whether one tensor has the parts of all ranks, which split sizes have not cut."""
         return self.op.endswith("_single") and len(self.inputs) == len(self.outputs) == 1
 
     @property
     def data(self) -> torch.Tensor | None:
-        """The tensor that says most about the call: this rank's input, where it has one."""
+        """The tensor to report for the call: this rank's input, if it has one."""
         tensors = self.outputs if self.op in _OUTPUT_SAYS else self.inputs
         return tensors[0] if tensors else None
 
@@ -107,22 +106,22 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def needed_reduction(self) -> ReduceOp:
-        """How it reduces; it must."""
+        """The reduction of a call that has one."""
         assert self.reduction is not None
         return self.reduction
 
     def gives(self, n: int) -> Sequence[torch.Tensor]:
-        """Return what this rank gives to each of `n` ranks, where it gives each its own."""
+        """Return the tensors that this rank sends to each of `n` ranks."""
         return self._of_each(self.inputs, n, self.op == "gather")
 
     def takes(self, n: int) -> Sequence[torch.Tensor]:
-        """Return where goes what this rank takes from each of `n` ranks."""
+        """Return the tensors into which this rank receives from each of `n` ranks."""
         return self._of_each(self.outputs, n, self.op == "scatter")
 
     def _of_each(
         self, tensors: Sequence[torch.Tensor], n: int, root_only: bool
     ) -> Sequence[torch.Tensor]:
-        """Return one tensor a rank; a root's operation has empty ones for the other ranks."""
+        """Return one tensor for each rank; empty ones if only the root sends or receives."""
         if self.op not in _AT_ROOT:
             return even_parts(tensors[0], n) if self.single else tensors
         nothing = (self.inputs or self.outputs)[0].new_empty(0)
@@ -142,7 +141,7 @@ _DIGEST = 1 << 63
 
 
 def members_code(rank_lists: Sequence[Sequence[int]]) -> int:
-    """Return 64 bits for the ranks of groups: a bit a rank for one group, else a digest."""
+    """Return 64 bits for the ranks of groups: a bit per rank for one group, else a digest."""
     if len(rank_lists) == 1 and max(rank_lists[0]) < 63:
         return sum(1 << rank for rank in rank_lists[0])
     text = repr([list(ranks) for ranks in rank_lists]).encode()
@@ -150,7 +149,7 @@ def members_code(rank_lists: Sequence[Sequence[int]]) -> int:
 
 
 def _members_text(code: int) -> str:
-    """Say the members; as the engine does (csrc/core/fingerprint.cpp)."""
+    """Return the members as text, as the engine does (csrc/core/fingerprint.cpp)."""
     if code & _DIGEST:
         return f"ranks #{code % _DIGEST:x}"
     return str([rank for rank in range(63) if code >> rank & 1])
@@ -160,20 +159,20 @@ def _members_text(code: int) -> str:
 
 
 class Fingerprint(NamedTuple):
-    """A call as the other ranks are told of it; all numbers, of a fixed size.
+    """A call as numbers, which all ranks compare.
 
     Attributes:
         kind: The operation's code.
-        dtype: The dtype's code; -1 where there are no tensors.
-        reduction: The reduction's code; -1 where there is none.
-        root: The root; -1 where there is none.
-        numel: Elements of this rank's input, for people.
+        dtype: The dtype's code; -1 if there are no tensors.
+        reduction: The reduction's code; -1 if there is none.
+        root: The root; -1 if there is none.
+        numel: Elements of this rank's input, for messages.
         equal: 64 bits for all lengths that must be equal on all ranks.
-        own: Elements of this rank, where they may differ from others'.
+        own: Elements of this rank, if they may differ from others'.
         expected: Digest of all ranks' counts, from a root that knows them.
-        sends: Sum of `_mix` of what this rank sends to each.
-        takes: Sum of `_mix` of what this rank is to receive from each.
-        subject: Code of what it is about; 0 where nothing is said.
+        sends: Sum of `_mix` of the lengths that this rank sends to each rank.
+        takes: Sum of `_mix` of the lengths that this rank receives from each rank.
+        subject: Code of the call's subject; 0 if none is set.
     """
 
     kind: int
@@ -194,11 +193,11 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview, at: int = 0) -> Fingerprint:
-        """Read it from where `pack` has put it."""
+        """Decode the bytes that `pack` made."""
         return cls(*_FORMAT.unpack_from(data, at))
 
     def text(self, site: str = "") -> str:
-        """Say the call in words, and where the program made it."""
+        """Return the call as text, with its line of the program."""
         parts: list[str] = []
         if _KINDS[self.kind] == "new_group":
             parts.append(_members_text(self.numel))
@@ -217,9 +216,9 @@ SIZE = _FORMAT.size
 
 
 def fingerprint(call: Call, rank: int, size: int) -> Fingerprint:
-    """Return what all ranks are told of the `call` of `rank`.
+    """Return the fingerprint of a `call` of `rank`.
 
-    Cost: some microseconds, and a hash of the lengths where there is one a rank.
+    Cost: some microseconds, and a hash of the lengths if there is one per rank.
     """
     kind, dtype, reduction = call.kind, call.dtype, call.reduction
     tensors = call.inputs or call.outputs
@@ -263,7 +262,7 @@ _FIELDS = (
 
 
 def compare(fingerprints: Sequence[Fingerprint]) -> str:
-    """Compare what all ranks call; return what differs, or "" where all fits together."""
+    """Compare the calls of all ranks; return the difference, or "" if they match."""
     first = fingerprints[0]
     if _KINDS[first.kind] == "all_to_all":
         fingerprints = _in_one_form(fingerprints)
@@ -281,7 +280,7 @@ def compare(fingerprints: Sequence[Fingerprint]) -> str:
 
 
 def _in_one_form(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
-    """Give those of all_to_all_single their sums, if a rank calls all_to_all."""
+    """Add the sums to calls of all_to_all_single if a rank calls all_to_all."""
     even = [not (f.sends or f.takes) for f in fingerprints]
     if all(even):
         return list(fingerprints)
@@ -313,7 +312,7 @@ def _digest_even(count: int, n: int) -> int:
 
 
 def _mix(sender: int, receiver: int, length: int) -> int:
-    """Return 64 bits that stand for one length of an all_to_all."""
+    """Return 64 bits for one length of an all_to_all."""
     x = (sender * 0x9E3779B97F4A7C15 + receiver * 0xC2B2AE3D27D4EB4F + length + 1) & _MASK
     x = ((x ^ (x >> 31)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -321,12 +320,12 @@ def _mix(sender: int, receiver: int, length: int) -> int:
 
 
 def call_site() -> str:
-    """Return where in the user's program the current call was made: "FILE:LINE ..."."""
+    """Return the line of the program that made the current call: "FILE:LINE ..."."""
     return native.call_site() or ring.call_site()
 
 
 def place_of(call: Call) -> str:
-    """Return where a call is made, now, and what it is about."""
+    """Return the line of the program that makes a call, and the call's subject."""
     about = call.subject.text
     return f"{call_site()}, of {about}" if about else call_site()
 
@@ -335,13 +334,12 @@ Subject = native.Subject
 
 
 def subject_of(text: str) -> Subject:
-    """Return what calls are about, for `about`; it is kept as long as the process."""
+    """Return the subject of this text, for `about`; it is kept as long as the process."""
     return native.Subject(zlib.crc32(text.encode()) % (1 << 30) or 1, text)
 
 
 about = native.set_subject
-"""Say what this thread's collectives are about until it says something else, in the end `NOTHING`.
+"""Set the subject of this thread's collectives, until the next call; `NOTHING` ends it.
 
-All ranks must say the same: ranks that do not find a `Desync` at their first collective, at no
-further communication.
+All ranks must set the same subject: otherwise they raise `Desync` at their next collective.
 """

@@ -1,8 +1,8 @@
-"""What one rank alone can know to be wrong, and how odd tensors are made plain.
+"""Checks of a call that need only this rank, and copies of tensors that are not contiguous.
 
-Backends see dense contiguous tensors only. `plain_call` turns any others into such: a contiguous
-tensor passes through as it is; anything else is copied, and results are copied back once the
-operation has ended. Inputs that overlap an output in part are copied, too (see `comm.overlap`).
+Backends only take dense contiguous tensors. `plain_call` passes contiguous tensors unchanged and
+copies others; results are copied back once the operation has ended. Inputs that partly overlap an
+output are copied, too (see `comm.overlap`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dure.store.arguments import duration_of
 Finish = Callable[[], None]
 
 _NUM_TAGS = 0x7FFFFFF0
-"""What every backend has; those above, of 31 bits, are the backends' own."""
+"""The tags that programs may use; backends reserve the higher ones of 31 bits."""
 _ONE_A_RANK: dict[str, tuple[str, ...]] = {
     "all_gather": ("outputs",),
     "gather": ("outputs",),
@@ -34,7 +34,7 @@ _ONE_A_RANK: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("inputs",),
     "all_to_all": ("inputs", "outputs"),
 }
-"""Which tensors there is one of for each rank, or a part of one where the name ends in _single."""
+"""The lists with one tensor per rank; names that end in _single have one tensor with the parts."""
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
 
 
@@ -99,7 +99,7 @@ def check_memory(tensor: torch.Tensor, op: str) -> None:
             seen=f"{name} {list(tensor.shape)}",
             fix="Pass this rank's part, t.to_local(); or move the tensor with t.redistribute().",
         )
-    with suppress(RuntimeError):  # the error of a storage that stands for none
+    with suppress(RuntimeError):  # the storage has no memory
         tensor.untyped_storage().data_ptr()
         return
     inner, _ = tensor.__tensor_flatten__()  # pyright: ignore
@@ -128,25 +128,25 @@ def check_list(tensors: object, size: int, op: str, what: str) -> Sequence[torch
 
 
 def check_lists(call: Call, rank: int, size: int) -> None:
-    """Raise unless there is a list of one tensor a rank where one is wanted, and only there."""
+    """Raise unless lists with one tensor per rank are passed by the ranks that need them."""
     for side in _ONE_A_RANK.get(call.op, ()):
         tensors = getattr(call, side)
         if call.root in (-1, rank):
             check_list(tensors, size, call.op, f"the list of {side}")
         elif not isinstance(tensors, (list, tuple)) or tensors:
             raise UsageError(
-                f"the list of {side} is given on a rank that is not the root",
+                f"the list of {side} was passed on a rank that is not the root",
                 op=call.op,
                 seen=f"the root is rank {call.root} of the group",
-                fix="Pass None (or an empty list) there.",
+                fix="Pass None (or an empty list) on this rank.",
             )
 
 
 def check_call(call: Call, rank: int, size: int) -> None:
-    """Raise unless all of a call fits together, as far as this rank alone can know.
+    """Raise unless the arguments of a call match, as far as this rank alone can know.
 
-    All tensors have one dtype, but where a reduce_scatter converts; the reduction has a meaning for
-    it; what this rank gives itself is as long as what it takes from itself.
+    All tensors have one dtype, unless a reduce_scatter converts; the reduction is defined for it;
+    the part that this rank sends to itself has the length of the part that it receives from itself.
     """
     inputs, outputs, reduction = call.inputs, call.outputs, call.reduction
     if call.peer == rank:
@@ -157,7 +157,7 @@ def check_call(call: Call, rank: int, size: int) -> None:
         )
     if not 0 <= call.tag < _NUM_TAGS:
         raise UsageError(
-            f"a tag must lie between 0 and {_NUM_TAGS - 1}", op=call.op, seen=f"{call.tag}"
+            f"the tag must be between 0 and {_NUM_TAGS - 1}", op=call.op, seen=f"{call.tag}"
         )
     if reduction is not None:
         check_reducible(inputs[0].dtype, reduction, call.op)
@@ -178,25 +178,25 @@ def check_call(call: Call, rank: int, size: int) -> None:
     takes = _own(outputs, "outputs" in sides, call, rank, size)
     if gives != takes:
         raise ShapeError(
-            "input and output do not fit together",
+            "input and output lengths do not match",
             op=call.op,
             seen=f"inputs of {[t.numel() for t in inputs]} elements, outputs of "
-            f"{[t.numel() for t in outputs]}, for {size} ranks: this rank gives itself "
-            f"{gives / size:g} and takes {takes / size:g}",
+            f"{[t.numel() for t in outputs]}, for {size} ranks: this rank sends itself "
+            f"{gives / size:g} and receives {takes / size:g}",
         )
 
 
 def _own(
     tensors: Sequence[torch.Tensor], one_a_rank: bool, call: Call, rank: int, size: int
 ) -> int:
-    """Return how long this rank's own part is, in n-ths of an element: so nothing is rounded."""
+    """Return the length of this rank's own part in n-ths of an element, to avoid rounding."""
     if one_a_rank and call.single:
         return tensors[0].numel()
     return size * tensors[rank if one_a_rank else 0].numel()
 
 
 def _converts(call: Call) -> bool:
-    """Tell whether a call may reduce into another dtype than that of its input."""
+    """Return whether a call may reduce into another dtype than that of its input."""
     return (
         call.op == "reduce_scatter_single"
         and call.reduction is not None
@@ -208,15 +208,15 @@ def _converts(call: Call) -> bool:
 def plain_call(
     call: Call, rank: int, size: int, channel: int, fuses: bool
 ) -> tuple[Call, Finish | None]:
-    """Return a checked call on plain memory, and what copies its results to the user's tensors.
+    """Return a checked call on plain memory, and a function that copies its results back.
 
     Args:
         call: On the user's tensors.
         rank: This rank.
-        size: How many ranks there are.
-        channel: What carries it.
-        fuses: Whether the backend takes premultiplied sums and conversions as they are. Else sums
-            are of scaled copies, and those that convert are taken in float32.
+        size: Number of ranks.
+        channel: The group's channel that runs it.
+        fuses: Whether the backend takes premultiplied sums and conversions. Else inputs are scaled
+            copies, and sums that convert are taken in float32.
     """
     reduction, factor = call.reduction, None
     if reduction is not None and reduction.name == "PREMUL_SUM":
@@ -251,7 +251,7 @@ def _in_place(
 ) -> tuple[torch.Tensor, Finish | None]:
     (tensor,), reduces = call.outputs, call.reduction is not None
     if call.root >= 0 and (rank == call.root) != reduces:
-        return readable(_scaled(tensor, factor)), None  # it is others who write
+        return readable(_scaled(tensor, factor)), None  # this rank does not write
     memory, finish = writable(tensor, load=reduces, op=call.op)
     if factor is None:
         return memory, finish
@@ -293,12 +293,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or a contiguous copy of it."""
     if _is_plain(tensor):
-        return tensor.detach()  # not the user's own object, which may become a pending tensor
+        return tensor.detach()  # the user's object may become a pending tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor.detach())
 
 
 def writable(tensor: torch.Tensor, *, load: bool, op: str) -> tuple[torch.Tensor, Finish | None]:
-    """Return memory to write for `tensor`, and what copies it back if it is not its own.
+    """Return memory to write for `tensor`, and a function that copies it back if needed.
 
     Args:
         tensor: The user's output.
@@ -322,7 +322,7 @@ def writable(tensor: torch.Tensor, *, load: bool, op: str) -> tuple[torch.Tensor
 
 
 def copy_back(target: torch.Tensor, memory: torch.Tensor) -> Finish:
-    """Return what copies `memory` to the user's `target`."""
+    """Return a function that copies `memory` to the user's `target`."""
     target = target.detach()
 
     def copy() -> None:
@@ -343,7 +343,7 @@ def as_splits(splits: Sequence[int] | None, op: str, what: str) -> list[int]:
         return [] if splits is None else [operator.index(s) for s in splits]
     except TypeError:
         raise UsageError(
-            f"{what}_split_sizes must be a list of whole numbers", op=op, seen=f"got {splits!r}"
+            f"{what}_split_sizes must be a list of integers", op=op, seen=f"got {splits!r}"
         ) from None
 
 
@@ -358,14 +358,14 @@ def split_rows(
                 f"the {what} tensor does not divide by the number of ranks",
                 op=op,
                 seen=f"{rows} rows for {size} ranks",
-                fix=f"Give {what}_split_sizes.",
+                fix=f"Pass {what}_split_sizes.",
             )
         return [rows // size] * size
     if len(splits) != size or any(s < 0 for s in splits) or sum(splits) != rows:
         raise ShapeError(
-            f"{what}_split_sizes do not fit the {what} tensor",
+            f"{what}_split_sizes do not match the {what} tensor",
             op=op,
             seen=f"{splits} for {rows} rows and {size} ranks",
-            fix="One number of rows for each rank; they must add up to dimension 0.",
+            fix="Pass one number of rows for each rank; they must add up to dimension 0.",
         )
     return splits

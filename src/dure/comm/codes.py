@@ -1,6 +1,7 @@
-"""What torch and the engine call the same thing by: dtypes, reductions, whose frames are whose.
+"""Codes of dtypes and reductions that torch and the engine share.
 
-Importing this module tells the engine what it must know of torch to read tensors by itself.
+Importing this module passes the engine the classes of torch with which it reads tensors, and the
+folders of libraries, by which it finds the program's frames.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _REDUCIBLE = (
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"),
     *("complex32", "complex64", "complex128"),
 )
-# The codes of csrc/core/types.h. Whatever else torch can hold moves as opaque bytes; sorted names
-# give each such dtype the same code on all ranks.
+# The codes of csrc/core/types.h. Other dtypes of torch move as opaque bytes; sorting their names
+# gives each the same code on all ranks.
 _DTYPE: dict[torch.dtype, int] = {getattr(torch, name): i for i, name in enumerate(_REDUCIBLE)}
 _OTHERS = sorted(
     {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - _DTYPE.keys(), key=str
@@ -34,11 +35,11 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 
 def dtype_name(code: int) -> str:
-    """Return the name of the dtype that the engine calls `code`, such as "float32"."""
+    """Return the name of the dtype with this code, such as "float32"."""
     return _NAMES[code]
 
 
-with torch.inference_mode(False):  # the program may be in it, and its tensors have no version
+with torch.inference_mode(False):  # inference tensors have no version
     _sample = torch.empty(0, device="cpu")
 know_torch(
     torch.Tensor,

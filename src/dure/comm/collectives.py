@@ -660,7 +660,7 @@ class Coalesced:
         combine(self.works, [], False)
 
 
-class _Manager(AbstractContextManager[Coalesced, None]):
+class _CoalescingManager(AbstractContextManager[Coalesced, None]):
     """What `coalescing_manager` returns; not a generator, so that call sites are the program's."""
 
     def __init__(self, group: ProcessGroup, async_ops: bool) -> None:
@@ -723,4 +723,4 @@ def coalescing_manager(
         assert tensors[1].tolist() == [2.0, 2.0, 2.0]  # on 2 ranks
         ```
     """
-    return _Manager(resolve(group, "coalescing_manager"), async_ops)
+    return _CoalescingManager(resolve(group, "coalescing_manager"), async_ops)

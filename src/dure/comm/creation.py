@@ -1,16 +1,16 @@
-"""How groups come into being: the steps that the default group and every other group share.
+"""Creation of groups: the steps that the default group and every other group share.
 
-A group is a name, a key space of its own in the store (a prefix made of the name), and one backend
-for each kind of device. Any number of groups is made in one exchange:
+A group has a name, a key space in the store (a prefix made of the name), and one backend for each
+kind of device. Any number of groups is made in one exchange:
 
-1. each rank writes, for each group that it is a member of, what it thinks the group is, where in
-   the program it says so, and what its backends offer (backends/registry.py): one visit;
-2. it waits until all members of these groups have, and reads: two visits, however many groups;
-3. members that do not agree all raise the same `Desync`, with everybody's words and lines;
+1. each rank writes an entry for each group that it is a member of: its arguments, its line of the
+   program, and the offers of its backends (backends/registry.py): one visit to the store;
+2. it waits until all members of these groups have written, and reads: two visits;
+3. members with different arguments all raise the same `Desync`, with the entries of all;
 4. the backends of all groups are connected, and then completed, in the order given.
 
-Whoever waits for a member here looks now and then whether that one's process still lives. The keys
-of a group are removed when all its members have left it, or ended (`forget_keys`).
+Ranks that wait for a member here check regularly whether its process still lives. The keys of a
+group are removed when all its members have left it, or ended (`forget_keys`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol
 
 import msgspec
 
@@ -51,14 +50,14 @@ from dure.store.rendezvous import Rendezvous, RendezvousMember
 from dure.trace.ring import call_site
 
 default_pg_timeout = timedelta(minutes=30)
-"""How long an operation waits for its peers where the program does not say."""
+"""How long an operation waits for its peers by default."""
 
 _LOOK_S = 0.05
 _MOST_BITS = 62
-"""Ranks that a number in the store has a bit for; more are counted."""
+"""In groups up to this size a number in the store has a bit for each rank; else it is a count."""
 
 RENDEZVOUS_LIMIT = timedelta(minutes=5)
-"""How long group creation waits for members, where the program gives no timeout."""
+"""How long group creation waits for members by default."""
 
 
 def as_timeout(timeout: timedelta | float | None, default: timedelta) -> timedelta:
@@ -72,59 +71,55 @@ def as_timeout(timeout: timedelta | float | None, default: timedelta) -> timedel
 
 
 def create_groups(
-    world: World,
-    store: Store,
-    my_global_rank: int,
-    specs: Sequence[GroupSpec],
-    watcher: Watcher | None = None,
+    world: World, store: Store, my_global_rank: int, specs: Sequence[GroupSpec]
 ) -> list[ProcessGroup]:
-    """Build this rank's side of groups that it is a member of, and add them to the world.
+    """Build this rank's part of groups that it is a member of, and add them to the world.
 
     Args:
-        world: Where they belong.
-        store: Where the ranks of the job find each other.
+        world: Of this rank.
+        store: Of the job.
         my_global_rank: This rank.
-        specs: What they are to be.
-        watcher: Looks, now and then while others are waited for, whether they will come.
+        specs: Of the groups.
 
     Collective:
         All members of each group call, in one call or several, in the same order of groups.
 
     Cost:
-        3 visits to the store, and what backends need besides that make no offer.
+        3 visits to the store, and those of backends without an `Opening`.
     """
     members = () if world.rendezvous is None else world.rendezvous.members
     alone = world.rendezvous is not None and world.rendezvous.alone
-    births = [
-        _Birth(spec, my_global_rank, store, members, world.eager_bytes, alone) for spec in specs
+    creations = [
+        _GroupCreation(spec, my_global_rank, store, members, world.eager_bytes, alone)
+        for spec in specs
     ]
     try:
-        for birth in births:
-            birth.open()
-        _exchange(store, births, watcher)
-        for birth in births:
-            birth.connect()
-        groups = [birth.complete() for birth in births]
+        for creation in creations:
+            creation.open()
+        _exchange(store, creations)
+        for creation in creations:
+            creation.connect()
+        groups = [creation.complete() for creation in creations]
         for group, spec in zip(groups, specs, strict=True):
             report_group(group, spec, members)
     except BaseException:
-        for birth in births:
-            birth.withdraw()
+        for creation in creations:
+            creation.withdraw()
         raise
     with world.lock:
         world.groups.update((group.group_name, group) for group in groups)
     return groups
 
 
-class _Word(msgspec.Struct, array_like=True, frozen=True):
-    """What a member writes into the store: its view of the group, and its backends' offers.
+class _MemberEntry(msgspec.Struct, array_like=True, frozen=True):
+    """The value that a member writes into the store: its arguments, and its backends' offers.
 
-    Ranks that did not meet in a rendezvous of Dure, those of the plug-in, also write their build
-    and process. `without_engine` is why the native engine cannot be used, or "". Every version
-    reads this, so fields are only appended.
+    Ranks of the plug-in, which have no rendezvous of Dure, also write their build and process.
+    `without_engine` is why the native engine cannot be used, or "". Every version reads this, so
+    fields are only appended.
     """
 
-    says: str
+    description: str
     site: str
     offers: dict[str, bytes]
     build: Build = Build()
@@ -132,8 +127,8 @@ class _Word(msgspec.Struct, array_like=True, frozen=True):
     without_engine: str = ""
 
 
-class _Birth:
-    """One group that is coming about, seen from one of its ranks."""
+class _GroupCreation:
+    """One rank's part of a group that is being created."""
 
     def __init__(
         self,
@@ -144,7 +139,7 @@ class _Birth:
         eager_bytes: int | None,
         alone: bool,
     ) -> None:
-        self.alone = alone  # the others do not exist
+        self.alone = alone  # the other ranks do not exist
         self.spec, self.rank = spec, spec.global_ranks.index(my_global_rank)
         self._store, self._members, self._eager_bytes = store, members, eager_bytes
         self.watched = WatchedStore(store, spec, members)
@@ -152,20 +147,20 @@ class _Birth:
         self._options: dict[str, BackendOptions] = {}
         self._built: dict[str, Backend] = {}
         self._group: ProcessGroup | None = None
-        self.words: list[_Word] = []
+        self.entries: list[_MemberEntry] = []
 
     @property
     def keys(self) -> list[str]:
-        """Where in the store its members write."""
-        return member_keys(self.spec.name, len(self.spec.global_ranks))
+        """The keys of its members' entries, by group rank."""
+        return [f"group/{self.spec.name}/member/{r}" for r in range(len(self.spec.global_ranks))]
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         return f"ranks {list(self.spec.global_ranks)}, backend {self.spec.backend!r}"
 
     def open(self) -> None:
         names = dict.fromkeys(parse_backend(self.spec.backend).values())
-        if self._members:  # else the group is the plug-in's, whose options are torch's
+        if self._members:  # a group of the plug-in has torch's options
             check_pg_options(names, self.spec.pg_options)
         for name in names:
             if self.alone and name != "fake":
@@ -192,35 +187,36 @@ class _Birth:
             )
             self._openings[name] = open_backend(name, options)
 
-    def word(self, site: str) -> bytes:
+    def entry(self, site: str) -> bytes:
         offers = {name: opening.offer for name, opening in self._openings.items()}
         build, process = (Build(), "") if self._members else (own_build(), str(myself()))
         reason = native.available()[1]
-        return msgspec.msgpack.encode(_Word(self.says, site, offers, build, process, reason))
+        mine = _MemberEntry(self.description, site, offers, build, process, reason)
+        return msgspec.msgpack.encode(mine)
 
     def check(self) -> None:
-        """Compare what the members think the group is; all of them see a difference."""
+        """Compare the members' entries; all of them find the same difference."""
         if not self._members:
-            names = [f"rank {r} ({word.process})" for r, word in enumerate(self.words)]
-            builds = zip([word.build for word in self.words], names, strict=True)
+            names = [f"rank {r} ({entry.process})" for r, entry in enumerate(self.entries)]
+            builds = zip([entry.build for entry in self.entries], names, strict=True)
             require_one_build(builds, group=self.spec.name, rank=self.rank)
-        if all(word.says == self.says for word in self.words):
+        if all(entry.description == self.description for entry in self.entries):
             return
         self._check_engines()
-        calls = {r: f"new_group({word.says}) at {word.site}" for r, word in enumerate(self.words)}
+        calls = {r: f"new_group({e.description}) at {e.site}" for r, e in enumerate(self.entries)}
         raise Desync(
             "the members do not agree on the group",
             group=self.spec.name,
             rank=self.rank,
-            world_size=len(self.words),
+            world_size=len(self.entries),
             calls=calls,
-            seen="; ".join(f"rank {r} says {text}" for r, text in calls.items()),
+            seen="; ".join(f"rank {r}: {text}" for r, text in calls.items()),
             fix="All ranks must create the same groups, with equal arguments, in the same order.",
         )
 
     def _check_engines(self) -> None:
         """Raise if the members chose different backends because only some can use the engine."""
-        without = {r: word.without_engine for r, word in enumerate(self.words)}
+        without = {r: entry.without_engine for r, entry in enumerate(self.entries)}
         if all(without.values()) or not any(without.values()):
             return
         ranks: dict[str, list[int]] = {}
@@ -232,7 +228,7 @@ class _Birth:
             DIFFERENT,
             group=self.spec.name,
             rank=self.rank,
-            world_size=len(self.words),
+            world_size=len(self.entries),
             seen="; ".join(builds),
             fix="Install the same wheel of Dure on all hosts, or pass backend='gloo', which needs "
             "no engine.",
@@ -240,7 +236,7 @@ class _Birth:
 
     def connect(self) -> None:
         for name, opening in self._openings.items():
-            opening.connect([word.offers[name] for word in self.words])
+            opening.connect([entry.offers[name] for entry in self.entries])
 
     def build(self) -> dict[str, Backend]:
         """Build the backend of each kind of device."""
@@ -257,10 +253,10 @@ class _Birth:
         return self._group
 
     def _second(self, name: str) -> dict[str, Backend]:
-        """Build the backends once more, for a second channel of theirs; all members call."""
+        """Build the backends again, for a second channel; all members call."""
         spec = replace(self.spec, name=name)
         me = spec.global_ranks[self.rank]
-        twin = _Birth(spec, me, self._store, self._members, self._eager_bytes, self.alone)
+        twin = _GroupCreation(spec, me, self._store, self._members, self._eager_bytes, self.alone)
         try:
             twin.open()
             _exchange(self._store, [twin])
@@ -271,7 +267,7 @@ class _Birth:
             raise
 
     def withdraw(self) -> None:
-        """Close what there is of it."""
+        """Close the parts that were made."""
         if self._group is not None:
             self._group.close(True)
         for part in self._built.values():
@@ -282,47 +278,43 @@ class _Birth:
                 opening.withdraw()
 
 
-def member_keys(name: str, size: int) -> list[str]:
-    """Return where in the store the members of the group `name` write, by group rank."""
-    return [f"group/{name}/member/{r}" for r in range(size)]
-
-
-def _exchange(store: Store, births: Sequence[_Birth], watcher: Watcher | None = None) -> None:
-    """Let the members of all groups read each other's words, and compare them."""
-    births = [b for b in births if not b.alone]
-    if not births:
+def _exchange(store: Store, creations: Sequence[_GroupCreation]) -> None:
+    """Exchange the entries of the members of all groups, and compare them."""
+    creations = [c for c in creations if not c.alone]
+    if not creations:
         return
     site = call_site()
     began = time.monotonic()
-    store.multi_set([b.keys[b.rank] for b in births], [b.word(site) for b in births])
-    for limit in sorted({b.spec.creation_limit for b in births}):
-        due = [b for b in births if b.spec.creation_limit == limit]
+    store.multi_set([c.keys[c.rank] for c in creations], [c.entry(site) for c in creations])
+    for limit in sorted({c.spec.creation_limit for c in creations}):
+        due = [c for c in creations if c.spec.creation_limit == limit]
         left = limit - timedelta(seconds=time.monotonic() - began)
         try:
-            watchers = [b.watched for b in births]
-            keys = [key for b in due for key in b.keys]
-            wait_watching(store, keys, left, watchers if watcher is None else [*watchers, watcher])
+            keys = [key for c in due for key in c.keys]
+            wait_watching(store, keys, left, [c.watched for c in creations])
         except StoreTimeout:
-            for birth in due:
-                _name_missing(store, birth, limit)
+            for creation in due:
+                _name_missing(store, creation, limit)
             raise
-    values = iter(store.multi_get([key for b in births for key in b.keys]))
-    for birth in births:
-        birth.words = [msgspec.msgpack.decode(next(values), type=_Word) for _ in birth.keys]
-    for birth in births:
-        birth.check()
+    values = iter(store.multi_get([key for c in creations for key in c.keys]))
+    for creation in creations:
+        creation.entries = [
+            msgspec.msgpack.decode(next(values), type=_MemberEntry) for _ in creation.keys
+        ]
+    for creation in creations:
+        creation.check()
 
 
-def _name_missing(store: Store, birth: _Birth, limit: timedelta) -> None:
-    """Raise if members of a group have not come."""
-    missing = tuple(r for r, key in enumerate(birth.keys) if not store.check([key]))
+def _name_missing(store: Store, creation: _GroupCreation, limit: timedelta) -> None:
+    """Raise if members of a group did not call."""
+    missing = tuple(r for r, key in enumerate(creation.keys) if not store.check([key]))
     if not missing:
         return
-    global_ranks = birth.spec.global_ranks
+    global_ranks = creation.spec.global_ranks
     raise RendezvousTimeout(
-        "not all members came to create the group",
-        group=birth.spec.name,
-        rank=birth.rank,
+        "not all members called to create the group",
+        group=creation.spec.name,
+        rank=creation.rank,
         world_size=len(global_ranks),
         elapsed_s=limit.total_seconds(),
         came=tuple(r for r in range(len(global_ranks)) if r not in missing),
@@ -332,18 +324,10 @@ def _name_missing(store: Store, birth: _Birth, limit: timedelta) -> None:
     ) from None
 
 
-class Watcher(Protocol):
-    """Who knows that some will not come."""
-
-    def look(self) -> None:
-        """Raise if it is so."""
-        ...
-
-
 def wait_watching(
-    store: Store, keys: Sequence[str], limit: timedelta, watchers: Sequence[Watcher]
+    store: Store, keys: Sequence[str], limit: timedelta, groups: Sequence[WatchedStore]
 ) -> None:
-    """Return when all `keys` exist; look at the members now and then, less and less often."""
+    """Return when all `keys` exist; check the members of `groups` at growing intervals."""
     deadline = time.monotonic() + limit.total_seconds()
     look_s = _LOOK_S
     while True:
@@ -353,18 +337,18 @@ def wait_watching(
         except StoreTimeout:
             if left_s <= look_s:
                 raise
-        for watcher in watchers:
-            watcher.look()
+        for group in groups:
+            group.look()
         look_s = min(2 * look_s, 1.0)
 
 
 class WatchedStore(PrefixStore):
-    """The keys of a group that is being made; waiting for a member that has died is `PeerLost`."""
+    """The keys of a group; a wait for a member that has died raises `PeerLost`."""
 
     def __init__(self, store: Store, spec: GroupSpec, members: Sequence[RendezvousMember]) -> None:
         super().__init__(f"group/{spec.name}", store)
         self._spec = spec
-        # As they are now: backends keep this store, and a world that shrinks is numbered anew.
+        # A copy: backends keep this store, and a world that shrinks gets other numbers.
         self._members = [members[r] for r in spec.global_ranks] if members else []
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -373,7 +357,7 @@ class WatchedStore(PrefixStore):
         wait_watching(self._store, self._full(keys), limit, [self])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell at once whether all `keys` exist."""
+        """Return at once whether all `keys` exist."""
         here = super().check(keys)
         if not here:
             self.look()
@@ -404,7 +388,7 @@ def forget_keys(group: ProcessGroup, rendezvous: Rendezvous) -> None:
     with suppress(StoreError):
         if not rendezvous.reachable:
             return
-        # One visit that adds and tells the sum: what the last one then removes nobody looks for.
+        # `add` returns the sum, so exactly one rank is the last, and none reads the keys later.
         if group.size() <= _MOST_BITS:
             left = group.store.add("left", 1 << group.rank())
             others = [r for r in range(group.size()) if not left >> r & 1]
@@ -417,13 +401,11 @@ def forget_keys(group: ProcessGroup, rendezvous: Rendezvous) -> None:
 
 
 def check_ranks(ranks: Sequence[int], world_size: int, op: str) -> tuple[int, ...]:
-    """Return `ranks` as plain ints; raise unless they differ and lie within the world."""
+    """Return `ranks` as ints; raise unless they differ and are ranks of the world."""
     try:
         plain = tuple(operator.index(r) for r in ranks)
     except TypeError:
-        raise UsageError(
-            "ranks must be a list of whole numbers", op=op, seen=f"got {ranks!r}"
-        ) from None
+        raise UsageError("ranks must be a list of integers", op=op, seen=f"got {ranks!r}") from None
     for r in plain:
         if not 0 <= r < world_size:
             raise UsageError(

@@ -1,28 +1,31 @@
 """Collectives as linear maps: out of place, with their transposes as gradients.
 
-Taken over all ranks, a collective that moves or sums is a linear map from everybody's inputs to
-everybody's outputs. If the loss is the sum of what all ranks call backward on, the gradient of the
-inputs is the transposed map applied to the gradients of the outputs, and every transpose is a
-collective again:
+Over all ranks, a collective that moves or sums data is a linear map from the inputs of all ranks to
+the outputs of all ranks. If the loss is the sum of the losses of all ranks, the gradient of the
+inputs is the transposed map applied to the gradients of the outputs. Each transpose is a collective
+again:
 
 * ``all_reduce(SUM)`` and ``all_reduce(AVG)``: themselves;
-* `AllGather`: `ReduceScatter` with SUM, along the same dim; and back;
-* `AllToAll`: itself, with the split sizes changed over;
-* `Broadcast` from a root: `Reduce` to it, zero elsewhere; and back;
-* `Scatter` from a root: `Gather` to it, zero elsewhere; and back.
+* `AllGather`: `ReduceScatter` with SUM, along the same dim; and vice versa;
+* `AllToAll`: itself, with the split sizes exchanged;
+* `Broadcast` from a root: `Reduce` to it, zero on other ranks; and vice versa;
+* `Scatter` from a root: `Gather` to it, zero on other ranks; and vice versa.
 
-So what is not the root gets zeros from `Reduce` and `Gather`, which makes them maps in the first
-place. A transpose is run by the same `apply` and can be differentiated in turn. What is neither
-moved nor summed (MIN, MAX, PRODUCT, bits) is computed, and refused in backward.
+So `Reduce` and `Gather` return zeros on ranks other than the root. `apply` also runs the transpose,
+which can be differentiated again. Reductions that are not sums (MIN, MAX, PRODUCT, bits) run
+forward, and backward raises an error.
 
-A map holds its group: backward may run on a thread whose current world is another. All ranks must
-run the same backward: inputs require gradients either on all ranks or on none.
+This is the one mechanism of `dure.comm.functional`, `dure.nn.functional` and DTensor's
+redistribution: their functions find the group, make a map, and call `apply`.
 
-While a graph is captured (capture.py) `apply` calls operators of torch in the place of a map
-(operators.py); `captured` says which.
+A map holds its group, because backward may run on a thread with another current world. All ranks
+must run the same backward: inputs require gradients either on all ranks or on none.
+
+While a graph is captured (capture.py) `apply` calls operators of torch (operators.py) instead:
+those of `captured`.
 """
 
-# ruff: noqa: D102 (the methods are told once, in Map; each class says which map it is)
+# ruff: noqa: D102 (Map documents the methods; each class documents its map)
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ Shapes = tuple[torch.Size, ...]
 Started = tuple[Tensors, Work | None]
 
 _LARGE_BYTES = 1 << 20
-"""Results from here on gain from lying in the heap; smaller ones lose.
+"""Results of this size and larger are faster in the symmetric heap; smaller ones are slower.
 
 Measured: docs/decisions/0004-symmetric-heap.md.
 """
@@ -87,8 +90,8 @@ class Map:
     ) -> torch.Tensor:
         """Return memory for a result: contiguous, of the dtype and on the device of `like`.
 
-        Large ones lie in the symmetric heap, if they fit, where ranks of the group share memory:
-        this collective, and the next one of the result, need no copy through staging.
+        Large results are allocated in the symmetric heap, if they fit and if ranks of the group
+        share memory: then this collective, and the next one of the result, need no staging.
         """
         if shape is None:
             shape = like.shape
@@ -104,8 +107,8 @@ class Map:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction(Map):
-    """A map that reduces; it has a transpose where that is a sum or an average."""
+class ReducingMap(Map):
+    """A map that reduces; it has a transpose if the reduction is a sum or an average."""
 
     name: ClassVar[str]
     op: ReduceOp
@@ -131,13 +134,13 @@ class Reduction(Map):
                 f"{self.name} with {self.op.name} has no gradient",
                 op=self.name,
                 group=self.group.group_name,
-                seen="only SUM, AVG and premultiplied sums can be differentiated",
+                seen="only SUM, AVG and premultiplied sums have one",
                 fix="Detach its input, or write the gradient as an autograd.Function.",
             )
 
 
 class _Apply(torch.autograd.Function):
-    """Runs a map; `works` collects the work of an asynchronous run, None waits here."""
+    """Runs a map; `works` collects the work of an asynchronous run. None: wait here."""
 
     @staticmethod
     def forward(ctx: Any, what: Map, works: list[Work] | None, *inputs: torch.Tensor) -> Tensors:
@@ -155,7 +158,7 @@ class _Apply(torch.autograd.Function):
 class _Transformed(torch.autograd.Function):
     """Runs a map under transforms of torch.func, and for derivatives in forward mode.
 
-    A function of its own, since one with `setup_context` costs microseconds more.
+    It is separate because a function with `setup_context` costs microseconds more.
     """
 
     generate_vmap_rule = True
@@ -178,7 +181,7 @@ class _Transformed(torch.autograd.Function):
 
 
 def apply(what: Map, *inputs: torch.Tensor, wait: bool = False) -> Tensors:
-    """Run a map; its outputs are waited for at their first use, or here with `wait`."""
+    """Run a map; wait for its outputs at their first use, or here with `wait`."""
     if torch.compiler.is_dynamo_compiling():
         return what.captured(inputs)
     if capturing(inputs):
@@ -207,7 +210,7 @@ def summed(tensor: torch.Tensor, op: object) -> tuple[torch.Tensor, ReduceOp]:
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce(Reduction):
+class AllReduce(ReducingMap):
     """y = x of all ranks, reduced."""
 
     name = "all_reduce"
@@ -243,7 +246,7 @@ class Broadcast(Map):
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce(Reduction):
+class Reduce(ReducingMap):
     """y = x of all ranks, reduced, on group rank `dst`; zeros elsewhere."""
 
     name = "reduce"
@@ -285,14 +288,14 @@ class Gather(Map):
 
 @dataclass(frozen=True, slots=True)
 class Scatter(Map):
-    """y = x_r of group rank `src`; the others' x only say what shape comes."""
+    """y = x_r of group rank `src`; on other ranks x only gives the shape of y."""
 
     src: int
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         if len(inputs) != self.group.size() or any(t.shape != inputs[0].shape for t in inputs):
             raise ShapeError(
-                "scatter takes one tensor for each rank, all of one shape, on every rank",
+                "scatter needs one tensor for each rank, all of one shape, on every rank",
                 op="scatter",
                 group=self.group.group_name,
                 seen=f"shapes {[tuple(t.shape) for t in inputs]} for {self.group.size()} ranks",
@@ -338,10 +341,10 @@ class AllGather(Map):
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(Reduction):
+class ReduceScatter(ReducingMap):
     """y = part r along `dim` of all ranks' x, reduced.
 
-    If `sizes` are given they are the lengths of the parts, which else are equal.
+    `sizes` are the lengths of the parts; equal parts if empty.
     """
 
     name = "reduce_scatter"
@@ -433,7 +436,7 @@ class AllGatherList(Map):
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatterList(Reduction):
+class ReduceScatterList(ReducingMap):
     """y = x_r of all ranks, reduced; `shapes` are those of the x. Written to `into` if given."""
 
     name = "reduce_scatter"
@@ -455,8 +458,8 @@ class ReduceScatterList(Reduction):
         return AllGatherList(self.group, self.shapes)
 
     def gradients(self, grads: Tensors) -> Tensors:
-        # slots=True makes a class anew, which super() without arguments does not know.
-        return Reduction.gradients(self, (grads[0].reshape(self.shapes[self.group.rank()]),))
+        # slots=True replaces the class, so super() without arguments fails.
+        return ReducingMap.gradients(self, (grads[0].reshape(self.shapes[self.group.rank()]),))
 
 
 @dataclass(frozen=True, slots=True)

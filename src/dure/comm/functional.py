@@ -1,14 +1,14 @@
-"""Functional collectives: out of place, differentiable, and waited for where they are used.
+"""Functional collectives: out of place, differentiable, and waited for when they are used.
 
-Names, arguments and meaning are those of torch.distributed._functional_collectives. Inputs are left
-as they are; a new tensor is returned at once, while the collective runs. Whoever first uses its
-values waits for them (pending.py), so what is computed in between overlaps with the communication.
-Until then the *input* must not be changed in place: the collective may still be reading it.
+Names, arguments and meaning are those of torch.distributed._functional_collectives. Inputs are not
+changed; a new tensor is returned at once, while the collective runs. The first use of its values
+waits for them (pending.py), so computation in between overlaps with the communication. Until then
+the *input* must not be changed in place: the collective may still read it.
 
 *Groups.* `group` is a `ProcessGroup`, its name, the list of its global ranks (of a group that
-exists), None for the default group; or a mesh: anything with ``get_group(axis)``, alone if it has
+exists), None for the default group; or a mesh: an object with ``get_group(axis)``, alone if it has
 one axis, else as ``(mesh, axis)``. It is looked up when the function is called; backward uses the
-same group, on whatever thread it runs.
+same group, on any thread.
 
 *Ranks* given here (`src`, `src_dst`) are ranks of the group. `tag` is accepted for torch's sake.
 
@@ -18,10 +18,10 @@ must run the same backward: either all ranks' inputs require gradients or none's
 *Graphs.* While a graph is captured (make_fx, torch.export, torch.jit.trace, torch.compile also with
 ``fullgraph=True``), on tensors without values (`FakeTensorMode`) and under torch.func.vmap, each
 function calls operators of torch (operators.py), which are nodes of the graph. Their results are
-there at once, in compiled code too. A graph finds its group by name when it runs.
+complete at once, in compiled code too. A graph finds its group by name when it runs.
 
-Collective, Raises, Cost and Numerics are those of the namesakes in collectives.py. Errors of the
-communication are raised where a result is used.
+Collective, Raises, Cost and Numerics are as for the functions of these names in collectives.py.
+Errors of the communication are raised when a result is used.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ __all__ = [
 
 @runtime_checkable
 class HasGroup(Protocol):
-    """What a mesh is to a collective."""
+    """The methods of a mesh that a collective uses."""
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
-        """Return the group of this rank along an axis; None where there is only one."""
+        """Return the group of this rank along an axis; None if there is only one."""
         ...
 
 
@@ -86,11 +86,11 @@ Group = (
     | tuple[HasGroup, str]
     | None
 )
-"""What can be given as `group`."""
+"""The types of `group`."""
 
 
 def group_of(group: Group, op: str) -> ProcessGroup:
-    """Return the group that is meant.
+    """Return the group for an argument `group`.
 
     Raises:
         UsageError: No group of this rank has these ranks, or this name; or it is none of the forms.
@@ -113,7 +113,7 @@ def group_of(group: Group, op: str) -> ProcessGroup:
 
 
 def _found(op: str, wanted: str, fits: Callable[[ProcessGroup], bool]) -> ProcessGroup:
-    """Return the first group of this rank that `fits`: the oldest, and so the same everywhere."""
+    """Return the oldest group of this rank that `fits`, which is the same on all ranks."""
     world = current_world()
     world.need_default()
     for group in world.groups.values():
@@ -129,7 +129,7 @@ def _found(op: str, wanted: str, fits: Callable[[ProcessGroup], bool]) -> Proces
 
 @dataclass(frozen=True, slots=True)
 class CapturedGroup:
-    """Describe a group to `torch.compile`, which reads the program: by constants only."""
+    """A group as constants, for `torch.compile`."""
 
     group_name: str
     num_ranks: int
@@ -149,7 +149,7 @@ class CapturedGroup:
 
 
 def _group_to_compile(group: Group, op: str) -> Any:
-    """Return a `CapturedGroup`; read by the compiler, which takes what `constant` functions say."""
+    """Return a `CapturedGroup`; the compiler runs this, with constants of `constant` functions."""
     if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
         mesh: Any = group[0]
         return CapturedGroup(*_constants_on_axis(mesh, group[1], op))
@@ -216,7 +216,7 @@ def all_gather_tensor(
     """Return all ranks' tensors joined along `gather_dim`, in the order of ranks.
 
     Shapes:
-        tensor [*, k, *], the same on all ranks; result [*, n*k, *]. A number counts as [1].
+        tensor [*, k, *], the same on all ranks; result [*, n*k, *]. A scalar counts as [1].
     """
     pg = group_of(group, "all_gather_tensor")
     tensor = tensor if tensor.dim() else tensor.reshape(1)
@@ -248,11 +248,11 @@ def all_to_all_single(
     group: Group = None,
     tag: str = "",
 ) -> torch.Tensor:
-    """Send part j of `tensor` to rank j; return the parts that came, in the order of ranks.
+    """Send part j of `tensor` to rank j; return the received parts, in the order of ranks.
 
     Args:
-        output_split_sizes: Rows expected from each rank; equal parts where None.
-        input_split_sizes: Rows for each rank; equal parts where None.
+        output_split_sizes: Rows expected from each rank; equal parts if None.
+        input_split_sizes: Rows for each rank; equal parts if None.
 
     Shapes:
         tensor [sum(input_split_sizes), *]; result [sum(output_split_sizes), *].
@@ -260,7 +260,7 @@ def all_to_all_single(
     op = "all_to_all_single"
     pg = group_of(group, op)
     if (output_split_sizes is None) != (input_split_sizes is None):
-        raise UsageError("give both split sizes, or neither", op=op, group=pg.group_name)
+        raise UsageError("pass both split sizes, or neither", op=op, group=pg.group_name)
     takes = tuple(as_splits(output_split_sizes, op, "output"))
     gives = tuple(as_splits(input_split_sizes, op, "input"))
     return maps.apply(maps.AllToAll(pg, takes, gives), tensor)[0]
@@ -269,15 +269,15 @@ def all_to_all_single(
 def permute_tensor(
     tensor: torch.Tensor, src_dst: Sequence[int], group: Group = None, tag: str = ""
 ) -> torch.Tensor:
-    """Send `tensor` to rank ``src_dst[r]``, r being this rank; return the one that came.
+    """Send `tensor` to rank ``src_dst[r]``, r being this rank; return the received tensor.
 
     Args:
         src_dst: For each rank of the group the rank that it sends to, each at most once; -1 for
-            nobody.
+            none.
 
     Shapes:
-        tensor [k, *] on all ranks; result [k, *], or [0, *] where nothing came. A number counts as
-        [1].
+        tensor [k, *] on all ranks; result [k, *], or [0, *] if no rank sends here. A scalar counts
+        as [1].
     """
     op = "permute_tensor"
     pg = group_of(group, op)

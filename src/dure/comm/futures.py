@@ -1,20 +1,20 @@
-"""Who sets a `Work`'s future: a thread that waits, or whoever asks for the value.
+"""Futures of `Work`: they are set by a helper thread, or by the thread that waits for the value.
 
-Outside everything else, a future is set by a thread that waits for the operation (`Waiters`):
-callbacks run as soon as it ends. A callback may itself wait for another future, so one thread for
-all would be one too few: there are as many as futures are pending at once, and they are used again.
+By default a future is set by a thread that waits for the operation (`Waiters`): callbacks run as
+soon as it ends. A callback may wait for another future, so there are as many threads as pending
+futures; they are reused.
 
-Threads have no order, and collectives need one: two callbacks that each start a collective could
-run one way round on this rank and the other way round on the next. Inside `driven()` therefore no
-thread is involved. `Work.get_future` returns a `Later`, which is set by the first thread that waits
-for it, or for anything that was chained to it with `then`; the callbacks run at that moment. Who
-waits for such futures in the same order on all ranks has their collectives in the same order, too.
+Threads run in any order, but collectives need one order: two callbacks that each start a collective
+could run in different orders on two ranks. Therefore no threads are used inside `driven()`:
+`Work.get_future` returns a `Later`, which is set by the first thread that waits for it, or for a
+future that was chained to it with `then`; the callbacks run on that thread. If all ranks wait for
+these futures in the same order, their collectives have the same order, too.
 
-The operation itself runs beside the program either way; it is the callbacks that come later.
+The operation itself runs in the background in both cases; only the callbacks are delayed.
 
-Programs of gevent or eventlet replace threads, locks and queues by those of their own loop, which
-stands still while such a future is waited for in C++. So what sets futures are threads of the
-system: they are started by a function, and wait in a queue, that are replaced by nobody.
+gevent and eventlet replace threads, locks and queues by those of their own loop, which does not run
+while such a future is waited for in C++. So futures are set by threads of the system, which use a
+start function and a queue that these libraries do not replace.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Waiters:
     """Threads that run jobs at once: as many as there are jobs at a time, and reused.
 
     Args:
-        name: Of the threads.
+        name: Name of the threads.
 
     Threads: `run` and `close` may be called from any thread. The threads are daemons, and end
     after ten seconds without work or when closed.
@@ -48,19 +48,19 @@ class Waiters:
         self.renew()
 
     def renew(self) -> None:
-        """Start anew, as in a forked child, where the parent's threads do not exist."""
+        """Forget all threads, in a forked child, which does not have them."""
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._idle = deque[None]()  # an entry for each thread that no job counts on
+        self._idle = deque[None]()  # an entry for each thread that no job has reserved
 
     def run(self, job: Callable[[], object]) -> None:
-        """Run `job` on a thread of its own."""
+        """Run `job` on a separate thread."""
         if not self._take_idle():
-            # Not with the job as its argument: a thread keeps its arguments as long as it lives.
+            # The job is not an argument, which the thread would keep as long as it lives.
             _start_thread(self._serve, self._name)
         self._jobs.put(job)
 
     def _take_idle(self) -> bool:
-        """Count on a thread that is idle; False: there is none."""
+        """Reserve an idle thread; return False if there is none."""
         with suppress(IndexError):
             self._idle.pop()
             return True
@@ -70,7 +70,7 @@ class Waiters:
         job = self._jobs.get()
         while job is not None:
             job()
-            del job  # or the last one's tensors would live on while this thread is idle
+            del job  # otherwise an idle thread would keep its tensors
             self._idle.append(None)
             job = self._next()
 
@@ -79,7 +79,7 @@ class Waiters:
             return self._jobs.get(timeout=_IDLE_S)
         if self._take_idle():
             return None
-        return self._jobs.get()  # somebody has counted on this thread meanwhile
+        return self._jobs.get()  # a job has reserved this thread in the meantime
 
     def close(self) -> None:
         """End the threads that are idle; the others end with their jobs, some seconds later."""
@@ -88,7 +88,7 @@ class Waiters:
 
 
 def starts_threads() -> bool:
-    """Tell whether `threading` starts threads of the system, which gevent and eventlet change.
+    """Return whether `threading` starts threads of the system, which gevent and eventlet change.
 
     Debuggers replace the function too, and start such threads.
     """
@@ -97,7 +97,7 @@ def starts_threads() -> bool:
 
 
 def _start_thread(run: Callable[[], None], name: str) -> None:
-    """Start a thread of the system, also where `threading` was made to start something else."""
+    """Start a thread of the system, also if `threading` was changed."""
     if starts_threads():
         threading.Thread(target=run, name=name, daemon=True).start()
     else:
@@ -105,11 +105,11 @@ def _start_thread(run: Callable[[], None], name: str) -> None:
 
 
 class Later(torch.futures.Future[Any]):
-    """A future that is set by the first one who waits for it, or for what follows from it.
+    """A future that is set by the first thread that waits for it, or for a future chained to it.
 
     Args:
-        run: Makes the value, once; what it raises is raised by every `wait`.
-        ready: Tells whether `run` would not block.
+        run: Makes the value, once; every `wait` raises its exception.
+        ready: Returns whether `run` would not block.
         devices: Of the tensors in the value, those that are not the CPU.
 
     Threads: one at a time waits for a future and for those chained to it.
@@ -127,7 +127,7 @@ class Later(torch.futures.Future[Any]):
         self._followers: list[Later] = []
 
     def drive(self) -> None:
-        """Make the value, if it is not there yet, and what follows; errors stay in the futures."""
+        """Set this future and those chained to it, unless they are set; errors stay in them."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -142,7 +142,7 @@ class Later(torch.futures.Future[Any]):
             follower.drive()
 
     def wait(self) -> Any:
-        """Block until the value is there; return it, or raise its error."""
+        """Block until the value is available; return it, or raise its error."""
         self.drive()
         return super().wait()
 
@@ -151,7 +151,7 @@ class Later(torch.futures.Future[Any]):
         return self.wait()
 
     def done(self) -> bool:
-        """Tell whether the value is there, or could be without blocking."""
+        """Return whether the value is available, or can be made without blocking."""
         if self._run is not None and self._ready is not None and self._ready():
             self.drive()
         return super().done()
@@ -172,7 +172,7 @@ class Later(torch.futures.Future[Any]):
 
 
 class _Driven(threading.local):
-    """What the calling thread has collected; None outside `driven`."""
+    """The futures of the calling thread; None outside `driven`."""
 
     futures: list[Later] | None = None
 
@@ -182,7 +182,7 @@ _driven = _Driven()
 
 @contextmanager
 def driven() -> Iterator[list[Later]]:
-    """Have `Work.get_future` return `Later`s on this thread; yields the list of them."""
+    """Let `Work.get_future` return `Later` futures on this thread; yields the list of them."""
     before, made = _driven.futures, list[Later]()
     _driven.futures = made
     try:
@@ -192,7 +192,7 @@ def driven() -> Iterator[list[Later]]:
 
 
 def collected(make: Callable[[], Later]) -> Later | None:
-    """Return `make()` inside `driven`, which remembers it; None outside."""
+    """Return `make()` and add it to the list of `driven`; return None outside of it."""
     if _driven.futures is None:
         return None
     future = make()

@@ -27,8 +27,8 @@ def report_group(group: ProcessGroup, spec: GroupSpec, members: Sequence[Rendezv
     """Write one line about a group that was just made.
 
     Args:
-        group: It.
-        spec: What it was to be.
+        group: The group.
+        spec: Its arguments.
         members: The world's, by global rank; empty if they are not known.
     """
     call_log.watch()
@@ -52,7 +52,7 @@ def report_group(group: ProcessGroup, spec: GroupSpec, members: Sequence[Rendezv
 
 
 def _places(ranks: Sequence[int], members: Sequence[RendezvousMember]) -> str:
-    """Say how many ranks there are, and on which hosts; ranks are global ones."""
+    """Return the number of ranks and their hosts as text; ranks are global ones."""
     count = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
     if not members:
         return f"{count} ({_numbers(ranks)})"
@@ -73,7 +73,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 @logs.never_fails
 def report_host(found: Rendezvous) -> None:
-    """Write one line about the memory and cores that this host gives its ranks, once a process.
+    """Write one line about the memory and cores of this host, once per process.
 
     It is written at INFO by the first rank of each host.
     """
@@ -97,7 +97,7 @@ def _memory() -> list[str]:
     kib = {words[0].rstrip(":"): int(words[1]) for words in lines if words[1:2]}
     found = [
         f"{logs.size_text(kib[name] << 10)} of memory {what}"
-        for name, what in (("MemTotal", "in all"), ("MemAvailable", "available"))
+        for name, what in (("MemTotal", "in total"), ("MemAvailable", "available"))
         if name in kib
     ]
     limits = [

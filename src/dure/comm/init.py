@@ -66,58 +66,66 @@ def init_process_group(
     Args:
         backend: "shm", "hybrid", "hybrid_mpi", "threads", "gloo", "mpi", "nccl", or one for each
             kind of device such as "cpu:hybrid,cuda:nccl". "fake": a dry run of a world of any size
-            in one process; nothing is sent (comm/backends/fake.py). None: "shm" if all ranks share
-            a host, else "hybrid", which is shared memory inside a host and gloo between hosts; with
-            a `device_id` of CUDA, NCCL for tensors there as well.
+            in one process; nothing is sent. None: "shm" if all ranks share a host, else "hybrid",
+            which is shared memory inside a host and gloo between hosts; with a `device_id` of
+            CUDA, NCCL for tensors there as well.
         init_method: "env://", "tcp://HOST:PORT", "file:///PATH" or "etcd://HOST:PORT/JOB". None:
-            "env://"; what RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT leave open is found where
-            Slurm, an MPI launcher or another cluster started the ranks (`dure env` shows what).
+            "env://". If RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT are not set, the values are
+            those of Slurm, an MPI launcher or another cluster that started the ranks (`dure env`
+            shows them).
         timeout: How long operations wait for their peers, and joining for the other ranks. By
-            default operations wait 30 minutes and joining waits 5, as does every later creation of
-            a group.
-        world_size: Ranks in the job; read from WORLD_SIZE where not given.
-        rank: This rank's number; read from RANK where not given.
-        store: A store that all ranks share, in place of `init_method`; then `rank` and
-            `world_size` must be given.
-        group_name: Sets jobs apart that use one store.
+            default operations wait 30 minutes; joining, and every later creation of a group, waits
+            5 minutes.
+        world_size: Number of ranks of the job; by default that of WORLD_SIZE.
+        rank: This rank's number; by default that of RANK.
+        store: A store that all ranks share, instead of `init_method`; `rank` and `world_size` are
+            required then.
+        group_name: Distinguishes jobs that use one store.
         pg_options: Options of the backend: ``{"verify": True}`` of any, ProcessGroupNCCL.Options
-            of nccl, anything of a registered one. What no backend would use is refused.
+            of nccl, any object of a registered one. Options that no backend uses are refused.
         device_id: The device that this rank is bound to.
 
     Raises:
-        UsageError: Already initialised; contradictory arguments; no such backend.
+        UsageError: The default group exists; contradictory arguments; no such backend.
         RendezvousError: An environment variable is missing; the port is taken; two ranks have one
             number; ranks disagree on the world size; a file is stale; the job key is wrong.
-        RendezvousTimeout: Some ranks did not come; says who did and who did not.
+        RendezvousTimeout: Some ranks did not call; `came` and `missing` name them.
 
     Collective:
         Every rank of the job calls, once.
+
+    Cost:
+        Some round trips to the store, and the connections of the backend.
+
+    Example:
+        ```python
+        import dure as dist  # started by: dure run --nproc 2 program.py
+
+        dist.init_process_group()
+        print(dist.get_rank(), dist.get_world_size())
+        dist.destroy_process_group()
+        ```
     """
     world = current_world()
     if world.default is not None:
         raise UsageError(
-            "the default process group is initialised already",
+            "the default process group is initialized already",
             op="init_process_group",
             fix="Call it once in each process, or destroy_process_group() first.",
         )
     if store is not None and init_method is not None:
-        raise UsageError("give either store or init_method, not both", op="init_process_group")
+        raise UsageError("pass either store or init_method, not both", op="init_process_group")
     limit = as_timeout(timeout, default_pg_timeout)
+    join_limit = RENDEZVOUS_LIMIT if timeout is None else limit
     named = set() if backend is None else set(parse_backend(Backend(backend)).values())
     _check_variables(rank)
-    told = not (init_method is None and store is None and rank < 0 and world_size < 0)
-    soon = RENDEZVOUS_LIMIT if timeout is None else limit
+    explicit = not (init_method is None and store is None and rank < 0 and world_size < 0)
     if named == {"fake"}:
-        url = init_method or "env://"
-        if "?" in url and not url.startswith("env://"):  # it may have the numbers
-            method = read_init_method(url, rank, world_size)
-            rank, world_size = method.rank, method.world_size
-        found = rendezvous_alone(_given("RANK", rank), _given("WORLD_SIZE", world_size))
-    elif not told and _wants_mpi(backend):
-        found = _rendezvous_by_mpi(soon, group_name)
+        found = _rendezvous_alone(init_method or "env://", rank, world_size)
+    elif not explicit and _wants_mpi(backend):
+        found = _rendezvous_by_mpi(join_limit, group_name)
     else:
-        found = rendezvous(init_method, rank, world_size, store, soon, group_name)
-    world.rendezvous = found
+        found = rendezvous(init_method, rank, world_size, store, join_limit, group_name)
     device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
     chosen, why = (backend, "asked for") if backend else _default_backend(found)
     spec = GroupSpec(
@@ -128,9 +136,23 @@ def init_process_group(
         desc="default_pg",
         pg_options=pg_options,
         device_id=device,
-        creation_timeout=soon,
+        creation_timeout=join_limit,
         why=why,
     )
+    _join(world, found, spec)
+
+
+def _rendezvous_alone(url: str, rank: int, world_size: int) -> Rendezvous:
+    """Return the rendezvous of a dry run: only rank and world size, which `url` may have."""
+    if "?" in url and not url.startswith("env://"):
+        method = read_init_method(url, rank, world_size)
+        rank, world_size = method.rank, method.world_size
+    return rendezvous_alone(_given("RANK", rank), _given("WORLD_SIZE", world_size))
+
+
+def _join(world: World, found: Rendezvous, spec: GroupSpec) -> None:
+    """Create the default group; leave the job again if that fails."""
+    world.rendezvous = found
     try:
         with world.beginning:
             (world.default,) = create_groups(world, found.store, found.rank, [spec])
@@ -144,15 +166,15 @@ def init_process_group(
 
 
 def _given(name: str, argument: int) -> int:
-    """Return an argument, or, if it was left out, what the variable says; -1 if neither does."""
+    """Return an argument, or if it is missing the variable; -1 if both are missing."""
     number = env.integer(name) if argument == -1 else argument
     return -1 if number is None else number
 
 
 def _check_variables(rank: int) -> None:
-    """Refuse flags that are neither on nor off; on rank 0 warn about unknown and late variables.
+    """Refuse invalid flags; on rank 0 warn about variables that are unknown or set too late.
 
-    `dure run` has reported unknown ones once for all ranks.
+    `dure run` reports unknown ones itself, once for all ranks.
     """
     env.check_flags()
     logs.configure()
@@ -166,19 +188,19 @@ def _check_variables(rank: int) -> None:
 
 
 def _wants_mpi(backend: str | None) -> bool:
-    """Tell whether MPI is what the ranks know each other by, as far as one rank can tell.
+    """Return whether the ranks find each other through MPI, as far as this rank can decide.
 
-    It is where the program wants MPI, unless RANK or WORLD_SIZE say otherwise without an MPI
-    launcher; and where an MPI launcher started the ranks on several hosts, for MPI brings them the
-    key as well. On one host, and under srun, variables say enough, and need no MPI: mpi4py may be
-    built with another MPI than the launcher's, and then every rank is alone in it.
+    They do if the program uses an MPI backend, unless RANK or WORLD_SIZE are set without an MPI
+    launcher; and if an MPI launcher started the ranks on several hosts, because MPI also sends them
+    the job key. On one host, and under srun, variables are enough: mpi4py may use another MPI than
+    the launcher, in which every rank is alone.
     """
     named = set() if backend is None else set(parse_backend(backend).values())
     wanted = bool(named & {"mpi", "hybrid_mpi"})
-    told_otherwise = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
+    numbered = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
     if not mpi_library.launched():
-        return wanted and not told_otherwise
-    if wanted or told_otherwise:
+        return wanted and not numbered
+    if wanted or numbered:
         return wanted
     placement = detect(env.everything())
     member = placement.member
@@ -192,12 +214,12 @@ def _rendezvous_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
     placement = detect(env.everything())
     member = placement.member
     if placement.system in (System.DURE, System.TORCHRUN, System.LAUNCHER):
-        member = None  # an mpirun that is itself a rank of `dure run` starts a job of its own
+        member = None  # an mpirun that is itself a rank of `dure run` starts a separate job
     if member is not None and method.world_size != member.world_size:
         raise RendezvousError(
             "MPI and the launcher do not agree on the job",
             seen=f"{placement.system} started {member.world_size} processes, but mpi4py's MPI "
-            f"knows of {method.world_size}",
+            f"has {method.world_size}",
             fix="Start with the mpirun of the MPI that mpi4py was built with, and no other "
             "(`python -m mpi4py --mpi-library`), or choose a backend that needs no MPI.",
         )
@@ -206,7 +228,7 @@ def _rendezvous_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
 
 
 def _default_backend(found: Rendezvous) -> tuple[str, str]:
-    """Choose where the program names none: what all ranks can reach, the fastest first; say why."""
+    """Return the fastest backend that all ranks can use, and why it was chosen."""
     named = env.text("DURE_BACKEND")
     if named:
         return named, "DURE_BACKEND"
@@ -228,31 +250,40 @@ def _default_backend(found: Rendezvous) -> tuple[str, str]:
 
 
 def _with_device(backend: str, device: torch.device | None) -> str:
-    """Add NCCL to the backend of a program that names none, but a CUDA device."""
+    """Add NCCL to the default backend of a program that passes a CUDA device."""
     if device is None or device.type != "cuda" or ":" in backend or not is_nccl_available():
         return backend
     return f"cpu:{backend},cuda:nccl"
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Leave a group, or the whole job.
+    """Leave a group, or the job.
 
     Waits for saves in the background (`dure.checkpoint.async_save`) that use the groups. Pending
-    operations end with `Aborted`. Peers that still wait for this rank see `PeerLost`.
+    operations end with `Aborted`. Peers that still wait for this rank raise `PeerLost`.
 
     Args:
         group: The group to leave; None (or the default group) for all groups and the job.
 
     Raises:
         UsageError: The group is not one of this rank's, or was destroyed before.
-        Exception: A save in the background failed, and the program has not asked its future. The
+        Exception: A save in the background failed, and the program has not read its result. The
             groups are left.
+
+    Collective:
+        None: ranks may leave at different times.
+
+    Example:
+        ```python
+        pair = dist.new_group([0, 1])
+        dist.destroy_process_group(pair)
+        ```
     """
     if group is GroupMember.NON_GROUP_MEMBER:
         return
     world = current_world()
     if world.default is None and (_has_ended or not threading.main_thread().is_alive()):
-        return  # called by an action of `atexit`: this module's has left, or nothing was made
+        return  # called at exit: the groups were left before, or never made
     pg = resolve(group, "destroy_process_group")
     if world.groups.get(pg.group_name) is not pg:
         raise UsageError(
@@ -274,7 +305,7 @@ def destroy_process_group(group: Any = None) -> None:
 
 def _close(world: World, pg: ProcessGroup) -> None:
     if world.groups.pop(pg.group_name, None) is None:
-        return  # another thread has
+        return  # another thread has closed it
     try:
         pg.close()
     finally:
@@ -283,9 +314,9 @@ def _close(world: World, pg: ProcessGroup) -> None:
 
 
 def leave(world: World, abort: bool = False) -> None:
-    """Close all groups of a world, the default one last, then say goodbye to the store.
+    """Close all groups of a world, the default one last, then leave the store.
 
-    Tasks in the background are waited for; with `abort` they are not, and fail.
+    Wait for tasks in the background; with `abort` do not wait, and they fail.
     """
     errors = [] if abort else finish_tasks(world)
     _to_leave.discard(world)
@@ -319,7 +350,7 @@ _has_ended = False
 
 
 def _leave_at_exit() -> None:
-    """Leave the jobs that the program forgot to leave, so that peers see it at once."""
+    """Leave the jobs that the program did not leave, so that peers notice it at once."""
     global _has_ended
     finish_at_exit()
     for world in list(_to_leave):
@@ -343,7 +374,7 @@ def _silence_daemons() -> None:
 
 
 def _leave_first() -> None:
-    """At the end of the process leave before other libraries clean up: peers should hear soon."""
+    """When the process ends, leave before other libraries clean up: peers notice it sooner."""
     atexit.unregister(_leave_at_exit)
     atexit.register(_leave_at_exit)
 
@@ -354,12 +385,16 @@ at_process_end(_leave_at_exit, order=0)
 
 @contextmanager
 def process_group(*args: Any, **kwargs: Any) -> Iterator[ProcessGroup]:
-    """Join a job for the length of a `with` block; arguments as `init_process_group`.
+    """Join a job for the length of a `with` block.
+
+    Args:
+        *args: Those of `init_process_group`.
+        **kwargs: Those of `init_process_group`.
 
     Yields:
-        The default group. It is destroyed at the end of the block; when the block raises, saves in
-        the background are waited for, and pending operations are aborted, so that leaving never
-        hides the error.
+        The default group. It is destroyed at the end of the block. If the block raises, it first
+        waits for saves in the background, and aborts pending operations, so that leaving does not
+        hide the error.
     """
     init_process_group(*args, **kwargs)
     world = current_world()

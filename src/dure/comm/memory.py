@@ -1,7 +1,7 @@
 """Tensors in the symmetric heap: memory of this process that the other ranks of the host reach.
 
-What the heap is, and why a tensor of it needs no copy through staging, is told in the note
-"Symmetric heap" (csrc/core/symmetric_heap.h). This file turns its pieces into tensors.
+The note "Symmetric heap" (csrc/core/symmetric_heap.h) describes the heap, and why its tensors need
+no copy through staging. This module turns its pieces into tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tensor_of(memory: HeapMemory, shape: tuple[int, ...], dtype: torch.dtype) ->
     if len(memory) == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
     storage = storage_of(memory)
-    # No view of anything: autograd lets nobody change views in place that a Function returns.
+    # Not a view: autograd does not allow in-place changes of views that a Function returned.
     made = torch.empty(0, dtype=dtype, device="cpu")
     return made.set_(storage, 0, shape)  # pyright: ignore[reportCallIssue]
 
@@ -64,26 +64,26 @@ def heap_empty(
     copied: bool = False,
     must: bool = True,
 ) -> torch.Tensor:
-    """Allocate a tensor in this process's symmetric heap; no other rank need call.
+    """Allocate a tensor in this process's symmetric heap; other ranks need not call.
 
     Collectives of every group whose ranks share the host find it by its address, and read and write
-    it where it lies. It is freed as any tensor is, and its memory used again. Without an
-    engine, and within `FakeTensorMode`, it is an ordinary tensor.
+    it in place. It is freed like any tensor, and its memory is reused. Without an engine, and
+    within `FakeTensorMode`, it is an ordinary tensor.
 
     Args:
         *shape: Of the tensor, which is contiguous and on the CPU.
         dtype: Of the tensor.
         zeroed: Whether it is filled with zeros.
-        copied: Whether forked children get a copy of its own, as of ordinary memory; see the note
-            "Forked children" (csrc/core/forking.h). Otherwise they see what is written to it later.
-        must: Whether it must lie in the heap; else it is an ordinary tensor where it does not fit.
+        copied: Whether forked children get a copy, as of ordinary memory; see the note "Forked
+            children" (csrc/core/forking.h). Otherwise they see later writes to it.
+        must: Whether it must be in the heap; otherwise it is an ordinary tensor if it does not fit.
 
     Cost:
-        Whole pages. Some 2 us where freed memory of the heap fits; else 0.2 to 0.3 us for each
-        page of 4 KiB, which the system gives and clears.
+        Its size is rounded up to pages. Some 2 us if freed memory of the heap is reused; else 0.2
+        to 0.3 us for each page of 4 KiB, which the system allocates and clears.
 
     Raises:
-        CommError: It does not fit, even after what the heap had kept was given back.
+        CommError: It does not fit, even after freed memory was returned to the system.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     in_heap = _HAS_HEAP and nbytes > 0 and not in_fake_mode()
@@ -95,7 +95,7 @@ def heap_empty(
         raise CommError(
             "this rank could not allocate shared memory",
             op="shared_empty",
-            seen=f"{nbytes:,} bytes were asked for; the symmetric heap holds {used:,} bytes in "
+            seen=f"requested: {nbytes:,} bytes; the symmetric heap holds {used:,} bytes in "
             f"{pieces} tensors, and keeps {kept:,} bytes for new ones",
             fix=f"{limits_of_heap()} Free memory, or raise the limit of the container.".lstrip(),
         )
@@ -103,7 +103,7 @@ def heap_empty(
 
 
 def limits_of_heap() -> str:
-    """Say which limits of this process keep its heap small, in a sentence; "" if none."""
+    """Return a sentence that names the limits of this process for its heap; "" if none."""
     limits = [
         f"{resource.getrlimit(kind)[0]:,} bytes of {what} (`ulimit -{letter}`)"
         for kind, what, letter in (
@@ -116,7 +116,7 @@ def limits_of_heap() -> str:
 
 
 def heap_address(tensor: torch.Tensor) -> HeapAddress | None:
-    """Return where a peer finds the memory of `tensor`'s storage; None outside the heap."""
+    """Return the address of `tensor`'s storage for peers; None if it is not in the heap."""
     storage = tensor.untyped_storage()
     if not _HAS_HEAP or tensor.device.type != "cpu" or storage.nbytes() == 0:
         return None
@@ -141,10 +141,10 @@ def process_of(pid: int, start_time: int, descriptor: int) -> Process | None:
 
 
 def heap_trim() -> int:
-    """Give the memory of freed tensors, which the heap keeps for new ones, back to the system.
+    """Return the memory of freed tensors, which the heap keeps for new ones, to the system.
 
     Returns:
-        How many bytes.
+        The number of bytes.
     """
     return native.heap_trim() if _HAS_HEAP else 0
 
@@ -152,20 +152,23 @@ def heap_trim() -> int:
 def shared_empty(
     *shape: int, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Allocate a zeroed tensor that the ranks of a host reduce where it lies, without staging.
+    """Allocate a zeroed tensor that the ranks of a host reduce in place, without staging.
 
-    Each rank gets a tensor of its own, in its symmetric heap; collectives of any group of ranks
-    of this host take it without copies. Where the backend has no shared memory, or the heap no room
-    (`ulimit -f` and `-v` limit it), it is an ordinary tensor, and everything still works. Other
-    ranks need not call, and may free in another order.
+    Each rank gets its own tensor, in its symmetric heap; collectives of any group of ranks of this
+    host use it without copies. If the backend has no shared memory, or the heap is full (`ulimit
+    -f` and `-v` limit it), it is an ordinary tensor, and everything still works. Other ranks need
+    not call, and may free in another order.
 
     Args:
         *shape: Of the tensor.
         dtype: Of the tensor.
-        group: Whose backend decides whether there is shared memory.
+        group: The group whose backend decides whether there is shared memory.
+
+    Returns:
+        The tensor.
 
     Cost:
-        That of `heap_empty`; the memory is the tensor, on each rank that calls.
+        Some 2 us if freed memory is reused; else 0.2 to 0.3 us for each page of 4 KiB.
     """
     return shown_to_children(own_empty(*shape, dtype=dtype, group=group))
 
@@ -175,24 +178,27 @@ def host_shared_empty(
 ) -> torch.Tensor:
     """Allocate a zeroed tensor that is the same memory on all ranks of a host.
 
-    What one rank writes, the others of its host read: the tensor exists once a host, not once a
-    rank. Nothing keeps a reader from seeing a value half written; put a `barrier` between writing
-    and reading. Collectives take it for equal tensors of the ranks: a broadcast on one host finds
-    the values in place, a sum counts them once a rank. Those that leave a different result on each
-    rank (scatter, all_to_all) have no meaning on it.
+    The other ranks of the host read the values that one rank writes: the tensor exists once per
+    host, not once per rank. Call `barrier` between writing and reading: otherwise a reader may see
+    partly written values. Collectives treat it as equal tensors of the ranks: a broadcast on one
+    host finds the values in place, a sum counts them once per rank. Collectives with a different
+    result on each rank (scatter, all_to_all) must not be used on it.
 
     Args:
         *shape: Of the tensor.
         dtype: Of the tensor.
-        group: The ranks that share; over several hosts, each host has a tensor of its own.
+        group: The ranks that share it; over several hosts, each host has its own tensor.
+
+    Returns:
+        The tensor.
 
     Collective:
         All ranks call with the same shape and dtype, in the same order. A rank that does not makes
         the others raise `CommTimeout` or `Desync`.
 
     Cost:
-        One barrier; the memory of one tensor a host, in the heap of the host's first rank. It is
-        free when the last rank lets go of its tensor, or has died.
+        One barrier; the memory of one tensor per host, in the heap of the host's first rank. It is
+        freed when the last rank releases its tensor, or has died.
 
     Raises:
         UsageError: The backend has no memory that ranks share (gloo, nccl, mpi).
@@ -202,7 +208,7 @@ def host_shared_empty(
 
 
 def own_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> torch.Tensor:
-    """As `shared_empty`, of memory that the program does not know of."""
+    """Allocate as `shared_empty`, for Dure's own use: without a warning at a fork."""
     nbytes = math.prod(shape) * dtype.itemsize
     memory = resolve(group, "shared_empty").allocate("shared_empty", nbytes, False)
     if memory is None:
@@ -211,7 +217,7 @@ def own_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = None
 
 
 def node_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> torch.Tensor:
-    """As `host_shared_empty`, of memory that the program does not know of."""
+    """Allocate as `host_shared_empty`, for Dure's own use: without a warning at a fork."""
     op, pg = "host_shared_empty", resolve(group, "host_shared_empty")
     memory = pg.allocate(op, math.prod(shape) * dtype.itemsize, True)
     if memory is None:
@@ -221,7 +227,7 @@ def node_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = Non
             group=pg.group_name,
             rank=pg.rank(),
             world_size=pg.size(),
-            seen=f"the backend is {pg.backend_name}, where ranks only exchange messages",
+            seen=f"ranks of the backend {pg.backend_name} only exchange messages",
             fix='Use the backend "shm" on one host, or "hybrid" on several.',
         )
     return memory.view(dtype).view(shape)
@@ -234,14 +240,14 @@ _shown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
 
 def shown_to_children(tensor: torch.Tensor) -> torch.Tensor:
-    """Note, for a warning at a fork, that a child sees what is written to `tensor`; return it."""
+    """Note, for a warning at a fork, that a child sees writes to `tensor`; return it."""
     if heap_address(tensor) is not None:
         note_shown(tensor)
     return tensor
 
 
 def note_shown(tensor: torch.Tensor) -> None:
-    """Note that a child sees what is written to `tensor`, as long as it or a view of it is there.
+    """Note that a child sees writes to `tensor`, as long as it or a view of it exists.
 
     A storage is one object in Python as long as it lives, whether or not the program holds it.
     """
@@ -255,7 +261,7 @@ def _number_shown() -> int:
 
 
 def _is_shown(storage: torch.UntypedStorage | None) -> bool:
-    if storage is None or not storage.resizable():  # one that another process has shared is not
+    if storage is None or not storage.resizable():  # not resizable: shared by another process
         return storage is not None
     nbytes = storage.nbytes()  # 0, or ordinary memory, once it was resized
     return nbytes > 0 and native.heap_offset(storage.data_ptr(), nbytes) >= 0
@@ -272,9 +278,9 @@ def _warn_before_fork() -> None:
     if not_copied:
         seen.append(f"{not_copied:,} bytes of results, which are more than a fork copies")
     warnings.warn(
-        f"this process forks while it has {' and '.join(seen)}: what it writes there, or frees, "
-        "changes in the child too. Clone what a child needs, or start children by 'spawn' or "
-        "'forkserver'.",
+        f"this process forks while it has {' and '.join(seen)}: if it writes or frees these, they "
+        "change in the child too. Clone tensors that a child needs, or start children by 'spawn' "
+        "or 'forkserver'.",
         ForkWarning,
         stacklevel=2,
     )

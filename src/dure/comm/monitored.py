@@ -1,11 +1,11 @@
-"""A barrier that names who did not come, and leaves the group usable when it fails.
+"""A barrier that names the missing ranks, and leaves the group usable when it fails.
 
 It runs over the store, not over the backend, so that it works when the backend is stuck: rank 0
 waits for one key of every other rank, then answers with one key for all.
 
-Rank 0 removes the keys: those of ranks that came as soon as it has answered, and the answer when
-all ranks have come to a later barrier, so that all have read it. If ranks stay away, the last
-answers are kept for them, for they may only be late.
+Rank 0 removes the keys: those of ranks that called once it has answered, and the answer when all
+ranks have called a later barrier, so that all have read it. If ranks are missing, the last answers
+are kept for them, because they may only be late.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Wait for all ranks; rank 0 finds out who did not come, and everyone is told.
+    """Wait for all ranks; if some do not call, all others raise an error that names them.
 
     Args:
-        group: The group.
-        timeout: A timedelta, or seconds; the group's timeout where None.
-        wait_all_ranks: Whether rank 0 waits for all, and names every absent rank, or only the
-            first that it misses.
+        group: The group; the default group if None.
+        timeout: A timedelta, or seconds; the group's timeout if None.
+        wait_all_ranks: If True, rank 0 waits for all ranks, and names every missing one; else it
+            stops at the first.
 
     Raises:
-        CommTimeout: With the absent ranks in `missing`, on every rank that came.
+        CommTimeout: On every rank that called; `missing` has the missing ranks.
 
     Collective:
-        All ranks call. A rank that does not is named; the group can be used afterwards.
+        All ranks call. The group can be used after an error.
 
     Cost:
         n + 1 keys in the store, which rank 0 removes: milliseconds. Not for inner loops.

@@ -88,7 +88,7 @@ class Backend(str, metaclass=_Listed):
         """Add a backend, with torch's arguments; `dure.register_backend` does the same with fewer.
 
         Args:
-            name: What users give as `backend`; it also becomes a member of this class.
+            name: The name that programs pass as `backend`; it also becomes a member of this class.
             func: Makes this rank's part of a group: an object with the methods of
                 `dure.comm.backends.base.Backend`. Called with store, rank, size and timeout.
             extended_api: If True, `func` is called with the group's `BackendOptions` and its
@@ -155,7 +155,7 @@ class ProcessGroupGloo:
     def __init__(self, *args: object, **kwargs: object) -> NoReturn:
         raise UsageError(
             "groups are not made from ProcessGroupGloo",
-            fix='Write dure.init_process_group("gloo"), or dure.new_group(backend="gloo").',
+            fix='Call dure.init_process_group("gloo"), or dure.new_group(backend="gloo").',
         )
 
 
@@ -169,10 +169,10 @@ _NO_LIMIT = timedelta(milliseconds=-1)
 
 @dataclass(slots=True)
 class _Options:
-    """What all options have.
+    """The fields of all options.
 
     Attributes:
-        timeout: Below zero: the group's limit. Methods of groups take no other.
+        timeout: Negative: the group's timeout. Methods of groups take no other.
         asyncOp: Whether the call only starts the operation; methods that take options always do.
     """
 

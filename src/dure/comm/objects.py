@@ -1,11 +1,7 @@
 """Collectives of picklable Python objects.
 
-An object travels as the bytes of its pickle in an uint8 tensor, behind a message with its length.
-Unpickling runs code of the sender's choice: all ranks of a job share one key, and trust each other.
-
-Ranks (`src`, `dst`) are global, those named `group_...` ranks of the group; a root is the group's
-first rank where neither is given. `device` is where the messages live: chosen by the backend where
-None.
+An object is sent as the bytes of its pickle in an uint8 tensor, after a message with its length.
+Unpickling can run any code: all ranks of a job share one key, and trust each other.
 
 Cost: one small collective for the lengths and one for the bytes; use tensors in inner loops.
 """
@@ -30,7 +26,7 @@ def _pack(obj: object, device: Device) -> torch.Tensor:
 
 
 def _unpack(data: torch.Tensor, place: Any = None) -> Any:
-    """Return the object; what is in its place if nothing was sent (the backend `fake`)."""
+    """Return the object; if nothing was sent (the backend `fake`), the one in its place."""
     return pickle.loads(data.cpu().numpy().tobytes()) if data.numel() else place
 
 
@@ -53,7 +49,7 @@ def _empty(count: int, device: Device) -> torch.Tensor:
 def _group(
     group: ProcessGroup | None, op: str, device: Device | None = None
 ) -> tuple[ProcessGroup, Device]:
-    """Return the group, and where messages live: on the CPU, or where the group reaches none."""
+    """Return the group, and the device of messages: the CPU if the group takes CPU tensors."""
     pg = resolve(group, op)
     pg.refuse_coalescing(
         op,
@@ -72,7 +68,7 @@ def _need_places(places: Sequence[Any] | None, pg: ProcessGroup, op: str, what: 
 
 
 def _slots(pg: ProcessGroup, data: torch.Tensor) -> list[torch.Tensor]:
-    """Return memory for the `data` of each rank, after asking how long they are."""
+    """Return memory for the `data` of each rank, after an exchange of lengths."""
     sizes = torch.empty(pg.size(), dtype=torch.int64, device=data.device)
     pg.all_gather_single(sizes, torch.tensor([data.numel()], device=data.device))
     return [_empty(k, data.device) for k in sizes.tolist()]
@@ -82,11 +78,23 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     """Fill `object_list` with the `obj` of all ranks, in the order of ranks.
 
     Args:
-        object_list: n places; what is in them is replaced.
+        object_list: A list of n elements, which are replaced.
         obj: This rank's object; it must be picklable.
+        group: The ranks that take part; the default group if None.
 
     Raises:
-        ShapeError: `object_list` does not have n places.
+        ShapeError: `object_list` does not have n elements.
+        CommError: The operation failed.
+
+    Collective:
+        All ranks of the group call.
+
+    Example:
+        ```python
+        objects = [None] * dist.get_world_size()
+        dist.all_gather_object(objects, {"rank": dist.get_rank()})
+        assert objects == [{"rank": 0}, {"rank": 1}]  # on 2 ranks
+        ```
     """
     op = "all_gather_object"
     pg, where = _group(group, op)
@@ -113,7 +121,24 @@ def gather_object(
 
     Args:
         obj: This rank's object; it must be picklable.
-        object_gather_list: On `dst`: n places. Elsewhere None.
+        object_gather_list: On `dst` a list of n elements, which are replaced; else None.
+        dst: Global rank of the rank that receives; the group's first if None.
+        group: The ranks that take part; the default group if None.
+        group_dst: The same as a rank of the group, in place of `dst`.
+
+    Raises:
+        ShapeError: `object_gather_list` does not have n elements on `dst`.
+        CommError: The operation failed.
+
+    Collective:
+        All ranks of the group call.
+
+    Example:
+        ```python
+        objects = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(str(dist.get_rank()), objects, dst=0)
+        assert objects in (["0", "1"], None)  # on 2 ranks
+        ```
     """
     op = "gather_object"
     pg, where = _group(group, op)
@@ -136,7 +161,28 @@ def broadcast_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Replace the objects in `object_list`, of the same length on all ranks, by those of `src`."""
+    """Replace the objects in `object_list` by those of `src`.
+
+    Args:
+        object_list: A list of the same length on all ranks.
+        src: Global rank of the rank that sends; the group's first if None.
+        group: The ranks that take part; the default group if None.
+        device: Device of the messages; chosen by the backend if None.
+        group_src: The same as a rank of the group, in place of `src`.
+
+    Raises:
+        CommError: The operation failed.
+
+    Collective:
+        All ranks of the group call.
+
+    Example:
+        ```python
+        settings = [{"lr": 0.1} if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(settings, src=0)
+        assert settings == [{"lr": 0.1}]
+        ```
+    """
     op = "broadcast_object_list"
     pg, where = _group(group, op, device)
     root = pg.root(src, group_src, op, "src")
@@ -163,8 +209,26 @@ def scatter_object_list(
     """Put the i-th object of `src` into `scatter_object_output_list[0]` of rank i.
 
     Args:
-        scatter_object_output_list: At least one place.
-        scatter_object_input_list: On `src`: n objects. Elsewhere ignored.
+        scatter_object_output_list: A list of at least one element; the first is replaced.
+        scatter_object_input_list: On `src` n objects; ignored on other ranks.
+        src: Global rank of the rank that sends; the group's first if None.
+        group: The ranks that take part; the default group if None.
+        group_src: The same as a rank of the group, in place of `src`.
+
+    Raises:
+        UsageError: `scatter_object_output_list` is empty.
+        ShapeError: `scatter_object_input_list` does not have n objects on `src`.
+        CommError: The operation failed.
+
+    Collective:
+        All ranks of the group call.
+
+    Example:
+        ```python
+        mine = [None]
+        dist.scatter_object_list(mine, ["a", "b"] if dist.get_rank() == 0 else None, src=0)
+        assert mine == ["ab"[dist.get_rank()]]  # on 2 ranks
+        ```
     """
     op = "scatter_object_list"
     pg, where = _group(group, op)

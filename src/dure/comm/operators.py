@@ -1,19 +1,18 @@
 """Functional collectives as operators of torch: ``torch.ops.dure.all_reduce`` and seven more.
 
-A graph holds a call of an operator as a node: its arguments are tensors, numbers and names. So an
-operator names its group, as torch.distributed's own do, and finds it when it runs; `CapturedGroup`
-stands for the group while `torch.compile` reads a program.
+In a graph a call of an operator is a node: its arguments are tensors, numbers and strings. So an
+operator takes the name of its group, as those of torch.distributed do, and finds the group when it
+runs. While `torch.compile` reads a program, the group is a `CapturedGroup`.
 
-Each operator is a map (differentiable.py) that is waited for at once: no pass over a graph knows
-that the input of a collective that is under way must be left alone. The operator's *kernel* runs
-the map; its *fake* implementation says only what shape the result has; its *gradient* is that of
-the map, an operator again if a graph is being captured then; under *vmap* the batch is one more
-dim, the last. Operators take and return single tensors: maps of several get them stacked, or
-joined.
+Each operator runs a map (differentiable.py) and waits for it at once, because passes over a graph
+may write to the input of a pending collective. The operator's *kernel* runs the map; its *fake*
+implementation returns the shape of the result; its *gradient* is that of the map, which is an
+operator again if a graph is being captured; under *vmap* the batch is an additional last dim.
+Operators take and return single tensors: several tensors of a map are stacked, or joined.
 
-Where the shape of a result depends on the size of the group, the operator has that as `num_ranks`:
-a graph that is run with a group of another size raises `UsageError`. `sizes` are the lengths of the
-ranks' parts along `dim`; none if they are equal.
+If the shape of a result depends on the size of the group, the operator takes the size as
+`num_ranks`: a graph that runs with a group of another size raises `UsageError`. `sizes` are the
+lengths of the ranks' parts along `dim`; empty if they are equal.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _sized(name: str, op: str, num_ranks: int) -> ProcessGroup:
 
 
 def call_operators(what: maps.Map, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of a map as results of operators: where `capturing(inputs)` is true."""
+    """Return the outputs of a map as results of operators."""
     return what.captured(inputs)
 
 
@@ -88,7 +87,7 @@ def _operator(
 
     Args:
         name: In the namespace "dure".
-        parameters: Behind the tensor, in the language of schemas.
+        parameters: Those after the tensor, as in a schema.
         map_of: Returns the map for the values of `parameters`.
         shape_of: Returns the shape of the result for a tensor and these values.
         run: Returns the map's result.
@@ -101,7 +100,7 @@ def _operator(
         return run(map_of(*values), tensor)
 
     def fake(tensor: torch.Tensor, *values: Any) -> torch.Tensor:
-        map_of(*values)  # the group is there, and has the size that was meant
+        map_of(*values)  # checks that the group exists and has the captured size
         return tensor.new_empty(shape_of(tensor, *values))
 
     def setup(ctx: Any, inputs: Arguments, output: torch.Tensor) -> None:

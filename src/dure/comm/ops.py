@@ -1,4 +1,4 @@
-"""What a reduction can be, and for which dtypes each one has a meaning."""
+"""Reductions, and the dtypes for which each is defined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ReduceOp:
 
     The members are objects, so that `premul_sum(factor)` can carry its factor. Compare with `==`.
     Reductions run in the order of the ranks; 16 and 8 bit floats accumulate in float32 and are
-    rounded once (over nccl, floats of 16 bits as NCCL does). MIN and MAX hand on NaN. Integer sums
+    rounded once (over nccl, floats of 16 bits as NCCL does). MIN and MAX return NaN. Integer sums
     and products wrap around; averages of integers are truncated towards zero.
     """
 
@@ -39,7 +39,7 @@ class ReduceOp:
         return ReduceOp("PREMUL_SUM", _PREMUL, factor)
 
     def checked_factor(self, name: str | None = None) -> float | torch.Tensor:
-        """Return the factor of a premultiplied sum; raise where there is none."""
+        """Return the factor of a premultiplied sum; raise if it has none."""
         if not isinstance(self.factor, (int, float, torch.Tensor)):
             raise UsageError(
                 "PREMUL_SUM has no factor", op=name, fix="Use dure.ReduceOp.premul_sum(factor)."
@@ -48,7 +48,7 @@ class ReduceOp:
 
     @property
     def number(self) -> float:
-        """The factor of a premultiplied sum, where it is a number; 1 of all others."""
+        """The factor of a premultiplied sum if it is a number; else 1."""
         return float(self.factor) if isinstance(self.factor, (int, float)) else 1.0
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class ReduceOp:
         return ReduceOp, (self.name, self.code, self.factor)
 
 
-_PREMUL = 9  # 8 stands for no reduction
+_PREMUL = 9  # 8 means no reduction
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 """Names of the plain reductions; the place of each is its code in the engine."""
 for _code, _name in enumerate(REDUCTIONS):
@@ -75,7 +75,7 @@ ReduceOp.PREMUL_SUM = ReduceOp("PREMUL_SUM", _PREMUL)
 
 
 def as_reduce_op(op: object) -> ReduceOp:
-    """Return the `ReduceOp` that `op` is, names, or (an object of torch's) is called."""
+    """Return the `ReduceOp` for one of Dure's, one of torch's, or a name."""
     if isinstance(op, ReduceOp):
         return op
     name = str(getattr(op, "name", op)).rpartition(".")[2].upper()
@@ -119,16 +119,16 @@ CONVERSIONS = frozenset(
         (torch.float32, torch.float16),
     }
 )
-"""From which dtype into which a reduce_scatter may reduce: SUM, AVG and premultiplied sums."""
+"""The conversions of reduce_scatter with SUM, AVG and premultiplied sums: (input, output)."""
 
 
 def reducible_dtypes(op: ReduceOp) -> frozenset[torch.dtype]:
-    """Return the dtypes for which `op` has a meaning."""
+    """Return the dtypes for which `op` is defined."""
     return _ALLOWED[op.name]
 
 
 def check_reducible(dtype: torch.dtype, op: ReduceOp, name: str) -> None:
-    """Raise `DtypeError`, with the list of what is allowed, unless `op` fits `dtype`."""
+    """Raise `DtypeError`, with the allowed dtypes, unless `op` is defined for `dtype`."""
     if dtype in _ALLOWED[op.name]:
         return
     allowed = ", ".join(sorted(str(d).removeprefix("torch.") for d in _ALLOWED[op.name]))

@@ -5,14 +5,14 @@ any memory that the program passes:
 
 * An input that overlaps an output is copied before the call (`checks.plain_call`), unless the two
   are the same memory as with MPI_IN_PLACE (`in_place`).
-* Outputs that share an element have no right result. They are refused before anything is sent.
+* Outputs that share an element are refused before anything is sent: their result is undefined.
 
 Two tensors overlap if an element of both has the same address. Ranges of addresses decide that for
 contiguous tensors. Strided tensors may interleave without an overlap, such as the columns of a
 matrix. Most of them are *boxes*: pieces of one larger tensor, whose strides they have. The offset
 of a box is a number in mixed radix with one digit for each dim, and two boxes are apart if they are
-apart along one dim. Other tensors are decided by marking, in a byte for each byte that they span,
-what each of them uses.
+apart along one dim. For other tensors the bytes that each of them uses are counted in a buffer as
+long as the memory that they span.
 
 Cost: contiguous tensors some 0.4 us each; boxes some 5 us each; others as long as filling the
 memory that they span.
@@ -77,7 +77,7 @@ def first_overlap(writes: Tensors, reads: Tensors = ()) -> tuple[int, int] | Non
     The numbers count `writes`, then `reads`.
     """
     tensors = [*writes, *reads]
-    if has_no_values(tensors[:1]):  # all of a call are alike
+    if has_no_values(tensors[:1]):  # then none of the call's tensors has
         return None
     if _boxes_apart(tensors) or not ranges_overlap(writes, reads):
         return None
@@ -165,7 +165,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def _boxes_apart(tensors: Tensors) -> bool:
     """Return whether all are boxes of one larger tensor, and apart along one of its dims.
 
-    False where they are not boxes, or where more than one dim is needed to tell them apart.
+    False if they are not boxes, or if they are apart only along different dims.
     """
     first, steps = tensors[0], tensors[0].stride()
     if any(t.stride() != steps or t.dtype is not first.dtype for t in tensors):

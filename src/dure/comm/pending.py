@@ -1,17 +1,16 @@
 """Results that are waited for at their first use, and are ordinary tensors from then on.
 
-A functional collective returns at once, with a tensor whose memory the operation still fills. Its
-Python class is `AsyncCollectiveTensor` meanwhile: whatever touches the values, of any name, comes
-through `__torch_function__`, waits, and gives the tensor back its ordinary class; only then does
-it run. So the first use costs one wait, and every later one nothing. The tensor is real from the
-beginning: its memory, its place in autograd's graph and its identity never change, and what asks
-for shape, dtype or gradients' bookkeeping is answered without waiting.
+A functional collective returns at once, with a tensor that the operation still writes. Until it is
+complete the tensor's Python class is `AsyncCollectiveTensor`: every function that reads its values
+first calls `__torch_function__`, which waits, and restores the ordinary class. So the first use
+waits once, and later uses cost nothing. The tensor's memory, its place in autograd's graph and its
+identity never change, and functions that only read shape, dtype or the state of autograd do not
+wait.
 
-A compiled function that is given a pending tensor runs uncompiled, that time and later;
+A compiled function that is called with a pending tensor runs uncompiled, then and later;
 `wait_tensor` before the call prevents that.
 
-A result that is dropped without a look needs nobody: the backend keeps the memory of an operation
-that is under way.
+A result may be dropped before it is complete: the backend keeps the memory of pending operations.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from dure.comm.untraced import untraced_here
 from dure.comm.work import Work
 
 _NOT_WAITED_FOR = (
-    "a tensor is the result of a functional collective that is still under way: give it to "
-    "dure.comm.functional.wait_tensor before it goes into compiled code"
+    "a tensor is the result of a functional collective that is still pending: call "
+    "dure.comm.functional.wait_tensor before passing it to compiled code"
 )
 
 
@@ -42,7 +41,7 @@ class AsyncCollectiveTensor(torch.Tensor):
     _work: Work
 
     def wait(self) -> torch.Tensor:
-        """Wait for the values; return this tensor, which is an ordinary one now."""
+        """Wait for the values; return this tensor, which is now an ordinary one."""
         return wait_tensor(self)
 
     trigger_wait = wait
@@ -56,10 +55,7 @@ class AsyncCollectiveTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Wait, then run `func` on what are ordinary tensors now.
-
-        Any: what `func` takes and gives.
-        """
+        """Wait, then run `func` on tensors that are now ordinary ones."""
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return func(*args, **(kwargs or {}))
@@ -84,12 +80,12 @@ _METADATA: frozenset[Any] = frozenset(
     | {torch.Tensor.__hash__, torch.Tensor.register_hook, torch.Tensor.retain_grad}
     | {torch.is_floating_point, torch.is_complex, torch.numel}
 )
-"""What tells of a tensor without its values."""
+"""Functions that do not read a tensor's values."""
 
 
 @untraced_here
 def _wait_for_each(values: Iterable[Any]) -> None:
-    """Wait for every pending tensor among `values`, however deep it lies in lists and dicts."""
+    """Wait for every pending tensor in `values`, also in nested lists and dicts."""
     for value in values:
         if isinstance(value, AsyncCollectiveTensor):
             wait_tensor(value)
@@ -100,8 +96,8 @@ def _wait_for_each(values: Iterable[Any]) -> None:
 
 
 def pending(tensor: torch.Tensor, work: Work) -> torch.Tensor:
-    """Let whoever first uses `tensor` wait for `work`, which writes it."""
-    work.disown()  # who drops the tensor wants no answer
+    """Make the first use of `tensor` wait for `work`, which writes it."""
+    work.disown()  # the tensor may be dropped without a warning
     work.drop_outputs()
     tensor.__class__ = AsyncCollectiveTensor
     tensor._work = work  # pyright: ignore
@@ -123,7 +119,7 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(tensor, AsyncCollectiveTensor):
         state: dict[str, Work] = vars(tensor)
-        work = state.get("_work")  # gone where another thread has waited meanwhile
+        work = state.get("_work")  # None if another thread has waited in the meantime
         if work is not None:
             work.wait()
         torch.Tensor.__setattr__(tensor, "__class__", torch.Tensor)

@@ -1,9 +1,8 @@
 """Messages between two ranks: send, recv, isend, irecv, and batches of them.
 
-Ranks are global ranks; `group_dst` and `group_src` are ranks of the group, given in their place.
 Messages of one pair of ranks with one tag arrive in the order they were sent; messages with
 different tags may be received in any order. They are independent of the group's collectives, and
-wait as long as its timeout says.
+have the group's timeout.
 """
 
 from __future__ import annotations
@@ -30,17 +29,29 @@ def send(
     """Send `tensor` to `dst`; return when it may be changed again.
 
     Args:
-        tensor: What to send, of any shape.
-        dst: The receiver.
-        tag: A number >= 0 that the receiver must name too.
+        tensor: The tensor to send, of any shape.
+        dst: Global rank of the receiver.
+        group: The group of both ranks; the default group if None.
+        tag: A number >= 0, which the receive must have too.
+        group_dst: The same as a rank of the group, in place of `dst`.
 
     Raises:
         UsageError: `dst` is this rank, or not in the group.
         PeerLost: The receiver died.
-        CommTimeout: The message is large and nobody received it in time.
+        CommTimeout: The message is large and was not received in time.
 
     Cost:
         1 step; S bytes.
+
+    Example:
+        ```python
+        if dist.get_rank() == 0:
+            dist.send(torch.arange(3.0), dst=1)
+        else:
+            received = torch.empty(3)
+            assert dist.recv(received, src=0) == 0
+            assert received.tolist() == [0.0, 1.0, 2.0]
+        ```
     """
     pg = resolve(group, "send")
     # `peer` without its call, which would be a tenth of a small message's time.
@@ -55,9 +66,27 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work:
-    """Begin to send `tensor`; it belongs to the returned `Work` until that has ended.
+    """Start to send `tensor`, which must not be changed until the returned `Work` has ended.
 
-    As `send` otherwise.
+    Args:
+        tensor: The tensor to send, of any shape.
+        dst: Global rank of the receiver.
+        group: The group of both ranks; the default group if None.
+        tag: A number >= 0, which the receive must have too.
+        group_dst: The same as a rank of the group, in place of `dst`.
+
+    Returns:
+        The work, which raises the errors of `send`.
+
+    Example:
+        ```python
+        peer = 1 - dist.get_rank()  # on 2 ranks
+        received = torch.empty(1)
+        works = [dist.isend(torch.tensor([float(peer)]), peer), dist.irecv(received, peer)]
+        for work in works:
+            work.wait()
+        assert received.item() == dist.get_rank()
+        ```
     """
     pg = resolve(group, "isend")
     return started(pg.send(tensor, pg.peer(dst, group_dst, "isend", "dst"), tag, async_op=True))
@@ -73,14 +102,26 @@ def recv(
     """Receive into `tensor`; return the sender's global rank.
 
     Args:
-        tensor: Where the message goes; as many elements of the same dtype as were sent.
-        src: The sender; None for anyone.
-        tag: The number that the sender named.
+        tensor: The tensor to receive into, of the number of elements and dtype that are sent.
+        src: Global rank of the sender; any rank if None.
+        group: The group of both ranks; the default group if None.
+        tag: The number that the send has.
+        group_src: The same as a rank of the group, in place of `src`.
+
+    Returns:
+        The sender's global rank.
 
     Raises:
-        Desync: The message has another length or dtype. It is kept for a receive that fits.
+        Desync: The message has another length or dtype. It is kept for a receive that fits; over
+            gloo, nccl and mpi it is lost, or not noticed.
         PeerLost: The sender died.
-        CommTimeout: Nothing came in time.
+        CommTimeout: No message arrived in time.
+
+    Cost:
+        As `send`.
+
+    Example:
+        See `send`.
     """
     pg = resolve(group, "recv")
     source = pg.group_rank_of.get(src) if group_src is None and type(src) is int else None
@@ -96,9 +137,20 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """Begin to receive into `tensor`, which belongs to the returned `Work` until that has ended.
+    """Start to receive into `tensor`, which must not be used until the returned `Work` has ended.
 
-    `Work.source_rank()` tells who sent it. As `recv` otherwise.
+    Args:
+        tensor: The tensor to receive into, of the number of elements and dtype that are sent.
+        src: Global rank of the sender; any rank if None.
+        group: The group of both ranks; the default group if None.
+        tag: The number that the send has.
+        group_src: The same as a rank of the group, in place of `src`.
+
+    Returns:
+        The work, which raises the errors of `recv`; its `source_rank()` is the sender.
+
+    Example:
+        See `isend`.
     """
     pg = resolve(group, "irecv")
     return pg.irecv(tensor, pg.source(src, group_src, "irecv"), tag, True)
@@ -108,7 +160,16 @@ out_of_graphs(send, recv, isend, irecv)
 
 
 class P2POp:
-    """One member of a batch: `isend` or `irecv`, with what to call it with."""
+    """One message of a batch.
+
+    Args:
+        op: `dure.isend` or `dure.irecv`.
+        tensor: The tensor to send, or to receive into.
+        peer: Global rank of the other rank.
+        group: The group of both ranks; the default group if None.
+        tag: A number >= 0, the same for the send and the receive.
+        group_peer: The same as a rank of the group, in place of `peer`.
+    """
 
     def __init__(
         self,
@@ -135,14 +196,24 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Start several sends and receives; none of them waits for another.
 
     Args:
-        p2p_op_list: Members of one group.
+        p2p_op_list: The messages, all of one group.
 
     Returns:
         One `Work` for each, in the same order.
 
     Raises:
-        UsageError: The list is empty, holds something else, or spans two groups.
+        UsageError: The list is empty, has other objects, or messages of two groups.
         ShapeError: A tensor to receive into overlaps another one of the list.
+
+    Example:
+        ```python
+        peer, received = 1 - dist.get_rank(), torch.empty(2)  # on 2 ranks
+        send = dist.P2POp(dist.isend, torch.full((2,), float(peer)), peer)
+        receive = dist.P2POp(dist.irecv, received, peer)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        assert received.tolist() == [dist.get_rank()] * 2
+        ```
     """
     if not p2p_op_list or not all(isinstance(p, P2POp) for p in p2p_op_list):
         raise UsageError(
@@ -153,7 +224,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     groups = {id(resolve(p.group, "batch_isend_irecv")) for p in p2p_op_list}
     if len(groups) != 1:
         raise UsageError(
-            "all members of a batch must belong to one group",
+            "all messages of a batch must belong to one group",
             op="batch_isend_irecv",
             seen=f"{len(groups)} groups",
         )

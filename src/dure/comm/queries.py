@@ -1,4 +1,4 @@
-"""Questions that need no communication: about groups and ranks, and about what runs here.
+"""Queries without communication: about groups and ranks, and about this installation.
 
 Torch's debug levels are here too. They decide which lines of Dure's log are shown (`trace.logs`);
 the checks that torch makes at some levels only, Dure always makes.

@@ -1,7 +1,7 @@
-"""When a rank's flight recorder has a job to write for, and listens to SIGUSR2.
+"""Start and end of a rank's flight recorder, and of its handler for SIGUSR2.
 
-Both begin with the rank's first group and end with its last. The job has a name, so that the files
-of its ranks come to lie in one folder: the launcher's, or one that the ranks agree on in the store.
+Both start with the rank's first group and end with its last. The job has a name, so that the files
+of its ranks are in one folder: that of the launcher, or one on which the ranks agree in the store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The reference reduction: what every backend's reductions must equal, bit by bit.
+"""The reference reduction, which every backend's reductions must equal, bit by bit.
 
-One tensor a rank goes in, one comes out. The *accumulator* starts as rank 0's tensor; rank 1's,
-rank 2's, ... are folded in one after another, so the order never depends on size, chunk or timing.
-What the accumulator is made of depends on the dtype:
+The inputs are one tensor per rank, the output is one tensor. The *accumulator* starts as rank 0's
+tensor; those of rank 1, rank 2, ... are folded in one after another, so the order never depends on
+size, chunk or timing. The accumulator depends on the dtype:
 
 * 16 and 8 bit floats accumulate in float32 and are rounded once, at the end (over nccl, floats
   of 16 bits as NCCL does);

@@ -1,19 +1,20 @@
-"""Going on without some ranks: a new group of those that are left.
+"""Continuing without some ranks: a new group of the ranks that are left.
 
-Note "Agreement". Ranks learn of a death at different times, and more may die meanwhile. So they
-agree, in the store, in attempts; each attempt has keys of its own and two steps:
+Note "Agreement". Ranks notice a death at different times, and more ranks may die in the meantime.
+So they agree in the store, in attempts; each attempt has its own keys and two steps:
 
-1. *Who is left?* Everyone says that it is here, and waits until each other rank is here too, or is
-   known to have ended. Whoever sees that first proposes the list; the first proposal counts.
-2. *Does it stand?* The ranks of the list build the group. Whoever sees that all have built it
-   proposes yes; whoever fails, or sees that one of them ended, proposes no. The first proposal
-   counts. After a no all close what they built and begin the next attempt.
+1. *Which ranks are left?* Each rank publishes that it takes part, and waits until every other rank
+   has done so or is known to have ended. The first rank for which that holds proposes the list; the
+   first proposal counts.
+2. *Is the group complete?* The ranks of the list build the group. A rank that sees that all have
+   built it proposes yes; a rank that fails, or sees that one of them ended, proposes no. The first
+   proposal counts. After a no all ranks close their group and begin the next attempt.
 
-Every decision is one compare-and-set, so all ranks take the same way, whatever each has seen. An
-attempt in which nobody dies takes some round trips to the store and the making of a group.
+Every decision is one compare-and-set, so all ranks decide the same, whatever each has seen. An
+attempt without further deaths takes some round trips to the store and the creation of a group.
 
-The store is the launcher's, or the one that the caller named. Where rank 0 serves it, for there is
-no launcher, its death leaves nothing to agree in: `StoreLost`.
+The store is the launcher's, or one that the caller passed. If rank 0 serves it, because there is no
+launcher, its death leaves no store: `StoreLost`.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ from dure.store.prefix import PrefixStore
 from dure.store.rendezvous import Rendezvous
 
 SHRINK_DEFAULT = 0
-"""Pending operations of the old group end before it does, where it is whole."""
+"""Pending operations of the old group are completed first, if no rank of it has failed."""
 
 SHRINK_ABORT = 1
 """Pending operations of the old group end with `Aborted`."""
 
 _ENDING_S = 10.0
-"""For a process to end after its connections have closed, on a busy host."""
+"""How long a process may take to end after its connections have closed, on a busy host."""
 
 _LOOK = timedelta(milliseconds=10)
 
 
 class _Decision(msgspec.Struct, array_like=True, frozen=True):
-    """Who is left, by rank of the old group; `missing` are ranks that live but did not come."""
+    """The ranks of the old group that are left; `missing` are alive but did not call."""
 
     left: tuple[int, ...]
     missing: tuple[int, ...] = ()
@@ -65,25 +66,25 @@ _read = msgspec.msgpack.Decoder(_Decision).decode
 
 
 def shrink(group: ProcessGroup | None = None, timeout: timedelta | None = None) -> ProcessGroup:
-    """Make a new group of the ranks that are left, after a failure or in place of one.
+    """Make a new group of the ranks that are left, usually after a failure.
 
-    Ranks are left unless their process has ended or they have left the group; ranks of a host that
-    is lost are waited for no longer than three seconds after it was lost. The old group is
-    destroyed; where it was the default group, all other groups are too, the new one becomes the
-    default group, and global ranks are numbered anew, in the old order.
+    Ranks whose process has ended, or that have left the group, are excluded; for ranks of a lost
+    host it waits at most three seconds after the loss. The old group is destroyed. If it was the
+    default group, all other groups are destroyed too, the new one becomes the default group, and
+    global ranks get new numbers, in the old order.
 
     Args:
-        group: The group to shrink; the default group where None.
-        timeout: How long to wait for ranks that live but have not called. Where None, as long as
-            making the group waited: its timeout, or 5 minutes where the program gave none.
+        group: The group to shrink; the default group if None.
+        timeout: How long to wait for ranks that are alive but have not called. If None, the timeout
+            of the group's creation: the group's timeout, or 5 minutes by default.
 
     Returns:
-        The new group. Its size may be that of the old one, if nobody has ended.
+        The new group. It has the size of the old one if no rank has ended.
 
     Raises:
-        RendezvousTimeout: A rank that lives did not call; `missing` says which. The old group is
-            left as it is.
-        RendezvousError: The others went on without this rank.
+        RendezvousTimeout: A rank that is alive did not call; `missing` names it. The old group is
+            unchanged.
+        RendezvousError: The others continued without this rank.
         StoreLost: The store has died with rank 0, which served it.
 
     Collective:
@@ -105,19 +106,20 @@ def shrink_group(
 
     Args:
         ranks_to_exclude: Ranks of `group`, dead or alive; at least one, and not all.
-        group: The group to shrink; the default group where None.
-        shrink_flags: `SHRINK_DEFAULT`, or `SHRINK_ABORT` to abort what is pending in the old group.
+        group: The group to shrink; the default group if None.
+        shrink_flags: `SHRINK_DEFAULT`, or `SHRINK_ABORT` to abort pending operations of the old
+            group.
         pg_options: Options of the new backend, as in `new_group`.
 
     Returns:
-        The new group; what becomes of the old one, and of others, is told at `shrink`.
+        The new group; the old one and other groups are destroyed as by `shrink`.
 
     Raises:
         TypeError: `ranks_to_exclude` is not a list.
         UsageError: It is empty, names a rank that is not in the group or twice, or all of them, or
             this one; or there are no such flags.
-        PeerLost: A further rank has ended: exclude it too, or call `shrink`.
-        RendezvousTimeout: A rank did not call; `missing` says which.
+        PeerLost: Another rank has ended: exclude it too, or call `shrink`.
+        RendezvousTimeout: A rank did not call; `missing` names it.
 
     Collective:
         The ranks that are not excluded call, with equal arguments.
@@ -171,7 +173,7 @@ class _Shrinking:
             )
 
     def run(self) -> ProcessGroup:
-        """Make attempts until one stands."""
+        """Make attempts until one succeeds."""
         deadline = time.monotonic() + self.limit.total_seconds()
         while True:
             self.rendezvous.require_store(self.op)
@@ -184,7 +186,7 @@ class _Shrinking:
                 return group
 
     def _name_who_served_the_store(self) -> None:
-        """Raise the error that names the rank; its death is told before its process has ended."""
+        """Raise the error that names the rank, which is known once its process has ended."""
         deadline = time.monotonic() + _ENDING_S
         while self.rendezvous.held_on_this_host and time.monotonic() < deadline:
             self.rendezvous.require_store(self.op)
@@ -196,14 +198,14 @@ class _Shrinking:
         keys = PrefixStore(f"shrink/{name}", self.rendezvous.store)
         left = self._who_is_left(keys, deadline)
         built = self._build(name, keys, left)
-        stands = False
+        complete = False
         try:
-            stands = self._stands(keys, left, built, deadline)
+            complete = self._is_complete(keys, left, built, deadline)
         finally:
-            if built is not None and not stands:
+            if built is not None and not complete:
                 self.world.groups.pop(built.group_name, None)
                 built.close(abort=True)
-        return self._replace_parent(left, built) if stands and built is not None else None
+        return self._replace_parent(left, built) if complete and built is not None else None
 
     # ---- who has ended -----------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class _Shrinking:
         return decision.left
 
     def _not_yet(self, keys: Store, step: str, ranks: Sequence[int]) -> list[int]:
-        """Wait a moment; return who has neither come to this step nor ended."""
+        """Wait a moment; return the ranks that have neither reached this step nor ended."""
         awaited = [r for r in ranks if not self._gone(r)]
         try:
             keys.wait([f"{step}/{r}" for r in awaited], _LOOK)
@@ -247,34 +249,34 @@ class _Shrinking:
         }
         if decision.missing:
             raise RendezvousTimeout(
-                "not all ranks that live came to shrink the group",
+                "not all ranks that are alive called to shrink the group",
                 came=decision.left,
                 missing=decision.missing,
                 elapsed_s=self.limit.total_seconds(),
                 seen=f"missing are ranks {list(decision.missing)}",
-                fix="All ranks that are left must call it; shrink_group excludes ranks by name.",
+                fix="All ranks that are left must call it; shrink_group can exclude ranks.",
                 **where,
             )
         if self.parent.rank() not in decision.left:
             raise RendezvousError(
-                "the other ranks went on without this one",
+                "the other ranks continued without this one",
                 seen=f"left are ranks {list(decision.left)}",
-                fix="End this process; it was taken for dead, or called too late.",
+                fix="End this process: it was assumed dead, or called too late.",
                 **where,
             )
         lost = set(range(self.parent.size())) - self.excluded - set(decision.left)
         if self.op == "shrink_group" and lost:
             raise PeerLost(
-                f"rank {min(lost)} ended, and was not to be excluded",
+                f"rank {min(lost)} ended, and is not in ranks_to_exclude",
                 peer=min(lost),
-                fix="Exclude it, too, or call shrink(), which finds out who is left.",
+                fix="Exclude it, too, or call shrink(), which finds the ranks that are left.",
                 **where,
             )
 
     # ---- step 2 ------------------------------------------------------------------------------
 
     def _build(self, name: str, keys: Store, left: tuple[int, ...]) -> ProcessGroup | None:
-        """Build the new group, or tell the others that it does not stand."""
+        """Build the new group, or propose that it is not complete."""
         is_default = self.parent is self.world.default
         spec = GroupSpec(
             name=name,
@@ -292,10 +294,10 @@ class _Shrinking:
             if keys.compare_set("stands", "", b"no") != b"no":
                 raise
             if all(not self._gone(r) for r in left):
-                raise  # it failed for another reason, and would again
+                raise  # it failed for another reason, and would fail again
             return None
 
-    def _stands(
+    def _is_complete(
         self,
         keys: Store,
         left: tuple[int, ...],
@@ -307,8 +309,8 @@ class _Shrinking:
         while not keys.check(["stands"]):
             waited_for = self._not_yet(keys, "built", left)
             if not waited_for or time.monotonic() > deadline:
-                whole = all(keys.check([f"built/{r}"]) for r in left)
-                keys.compare_set("stands", "", b"yes" if whole else b"no")
+                all_built = all(keys.check([f"built/{r}"]) for r in left)
+                keys.compare_set("stands", "", b"yes" if all_built else b"no")
         return keys.get("stands") == b"yes"
 
     # ---- the end -----------------------------------------------------------------------------

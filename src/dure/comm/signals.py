@@ -1,8 +1,8 @@
-"""Signals between the ranks of a host: words in memory that they share, and how one waits for them.
+"""Signals between the ranks of a host: words in shared memory, and functions that wait for them.
 
-`SymmetricMemory` (symmetric_memory.py) has them in memory of each rank's own, about which the ranks
-exchange addresses. `signals_in` puts more of them, for the same ranks, into memory that all of them
-hold (`host_shared_empty`): so nothing is exchanged, and the memory is free when the last rank drops
+`SymmetricMemory` (symmetric_memory.py) has them in memory of each rank, whose addresses the ranks
+exchange. `signals_in` makes more of them, for the same ranks, in memory that all of them share
+(`host_shared_empty`): so no exchange is needed, and the memory is freed when the last rank drops
 it. A rank may drop it while others still signal.
 """
 
@@ -34,11 +34,11 @@ def bytes_of_signals(world_size: int) -> int:
 
 
 def signals_in(memory: torch.Tensor, like: Signals) -> Signals:
-    """Return signals for the ranks of others, in memory that the ranks share.
+    """Return signals for the ranks of other signals, in memory that the ranks share.
 
     Args:
-        memory: Zeros of `host_shared_empty`, `bytes_of_signals` of them from its first on. Is to be
-            kept as long as the signals.
+        memory: Zeros of `host_shared_empty`, at least `bytes_of_signals`. The caller keeps it as
+            long as the signals.
         like: Other signals of the ranks.
     """
     ranks = range(like.world_size)
@@ -75,10 +75,10 @@ class Signals:
         self._peers, self._pads, self._channels = peers, pads, channels
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Set the signal that `dst_rank` waits for; what was written before is seen after it.
+        """Set the signal for which `dst_rank` waits; it then sees all earlier writes.
 
         Args:
-            dst_rank: Who is told.
+            dst_rank: The rank to signal.
             channel: Which of the independent signals; `SymmetricMemory` has 16.
             timeout_ms: How long to wait until the last one was taken; 0: the group's timeout.
 
@@ -93,7 +93,7 @@ class Signals:
         """Wait for the signal of `src_rank`, and take it.
 
         Raises:
-            CommTimeout: It did not come in time.
+            CommTimeout: It was not set in time.
             PeerLost: `src_rank` has died.
         """
         word = self._word(channel, src_rank, self.rank)
@@ -108,7 +108,7 @@ class Signals:
             n-1 words written, n-1 waited for.
 
         Raises:
-            CommTimeout: Not all came in time.
+            CommTimeout: Not all called in time.
             PeerLost: A rank has died.
         """
         half = self._channels * self.world_size

@@ -1,7 +1,7 @@
-"""Functions that `torch.compile` runs as they are: locks, hooks and collectives are no graphs.
+"""Functions that `torch.compile` does not trace: locks, hooks and collectives.
 
-The marks are those that the compiler's own decorator makes. That one would load the compiler, which
-takes a second; these cost a look where nobody compiles.
+The marks are those that the compiler's own decorator makes, which would load the compiler; that
+takes a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 COMPILER = "torch._dynamo"
-"""The compiler's module: where it is not loaded, nothing has been compiled."""
+"""The compiler's module: if it is not loaded, nothing has been compiled."""
 
 _frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore
 _SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
@@ -48,7 +48,7 @@ def _mark(function: Any, reason: str | None) -> None:
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep the compiler out of `function` and of all that it calls; costs a look without one."""
+    """Keep the compiler out of `function` and of all that it calls, with a check at each call."""
     disabled: list[Callable[P, T]] = []
 
     @untraced_here

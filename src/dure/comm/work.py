@@ -23,35 +23,44 @@ if TYPE_CHECKING:
 
 
 _warned: set[str] = set()
-"""Lines that have dropped work, and been told."""
+"""Lines of the program that were warned because they dropped work."""
 
 
 class Work:
     """An operation that was started with ``async_op=True``.
 
-    States: *pending*, then for good either *succeeded* or *failed*. The tensors given to the call
-    belong to the operation until it has ended: do not write inputs, do not read outputs. The work
-    keeps them alive.
+    States: *pending*, then permanently *succeeded* or *failed*. The tensors of the call belong to
+    the operation until it has ended: do not write inputs, do not read outputs. The work keeps them
+    alive.
 
-    Threads: every method may be called from any thread at any time. Results that needed a copy (a
+    Threads: every method may be called from any thread at any time. Results that need a copy (a
     non-contiguous output) are in place once any of `wait`, `is_completed` or a future's callback
     has reported the end.
 
-    Work that is dropped before anybody has asked how it ended is a mistake of the program, which an
-    `UnwaitedWorkWarning` (once per line of the program) reports.
+    Work that is dropped before the program has waited for it is reported by an
+    `UnwaitedWorkWarning`, once per line of the program.
+
+    Example:
+        ```python
+        gradient = torch.ones(4)
+        work = dist.all_reduce(gradient, async_op=True)
+        other = torch.ones(4).sum()  # runs while the ranks communicate
+        work.wait()
+        assert gradient.tolist() == [2.0] * 4  # on 2 ranks
+        ```
     """
 
     site = ""
-    """Where the program called; "" where the request knows."""
+    """Line of the program that called; "" if the request has it."""
     keep: object = None
-    """What must live until the end."""
+    """Objects to keep alive until the end."""
     _error: Exception | None = None
     _group: GroupCore | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
     _ended = False
     _event: Any = None
-    """Where streams order the operation: recorded after the first wait (see `_order`)."""
-    _asked = False  # whether anybody has asked how it ended, or will
+    """If streams order the operation: recorded after the first wait (see `_order`)."""
+    _asked = False  # whether the program has waited for it or asked for its state
 
     def __init__(
         self,
@@ -80,7 +89,7 @@ class Work:
         if error is None and self._finish is not None:
             try:
                 self._finish()
-            except Exception as e:  # results that are not in place are a failure, at every wait
+            except Exception as e:  # results are not in place: every wait raises
                 error = e
         self._error = error
         self._finish = None
@@ -110,17 +119,17 @@ class Work:
             current_stream(device).wait_event(self._event)
 
     def disown(self) -> None:
-        """Let it be dropped without a warning: whoever started it needs no answer."""
+        """Let it be dropped without a warning."""
         self._asked = True
 
     def drop_outputs(self) -> None:
-        """Hold the output tensors no longer: they hold this, and are all that anybody needs."""
+        """Release the output tensors, which refer to this work."""
         self._outputs = []
         if isinstance(self._request, _AllOf):
             self._request.drop_outputs()
 
     def __del__(self) -> None:
-        """Warn, once for each line of the program, of work that nobody has waited for."""
+        """Warn, once for each line of the program, of work that was not waited for."""
         if self._asked or self._group is None or sys.is_finalizing():
             return
         assert self._request is not None
@@ -139,9 +148,9 @@ class Work:
         )
 
     def settle(self, timeout_s: float | None, aside: bool = False) -> bool:
-        """Wait for the end without raising its error; False if `timeout_s` passed first.
+        """Wait for the end without raising its error; return False if `timeout_s` passed first.
 
-        `aside`: without a limit, on a thread whose core others of the rank may want.
+        `aside`: on a helper thread, without spinning and without a limit.
         """
         self._asked = True
         if self._ended:
@@ -171,15 +180,15 @@ class Work:
         """Block until the operation has ended.
 
         Args:
-            timeout: How long to wait here, as a timedelta or in seconds; the group's own timeout
-                holds in any case. None and zero mean no limit of its own.
+            timeout: How long to wait, as a timedelta or in seconds; None and zero mean no limit
+                except the group's timeout, which always applies.
 
         Returns:
             True.
 
         Raises:
-            UsageError: `timeout` is no time.
-            CommTimeout: `timeout` passed; the operation goes on and can be waited for again.
+            UsageError: `timeout` is neither a timedelta nor a number.
+            CommTimeout: `timeout` passed; the operation continues, and `wait` can be called again.
             CommError: The operation failed; the same error at every call.
         """
         limit = None if timeout is None else _limit_of(timeout)
@@ -204,7 +213,7 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Tell, without blocking, whether the operation has ended, well or badly."""
+        """Return, without blocking, whether the operation has ended, successfully or not."""
         self._asked = True
         if self._ended:
             self._order()
@@ -213,11 +222,11 @@ class Work:
         return self._ended
 
     def is_success(self) -> bool:
-        """Tell whether the operation has ended well."""
+        """Return whether the operation has succeeded."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Return the error of an operation that failed; None while pending or if it went well."""
+        """Return the error of an operation that failed; None while pending or after a success."""
         return self._error if self.is_completed() else None
 
     def result(self) -> list[torch.Tensor]:
@@ -243,8 +252,8 @@ class Work:
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the output tensors; it is set when the operation ends.
 
-        Cost: a thread that waits, one of those that are kept for it; inside a communication hook of
-        DDP none, and callbacks run in the order in which DDP waits (see comm/futures.py).
+        Cost: a helper thread that waits; inside a communication hook of DDP none, and callbacks run
+        in the order in which DDP waits (comm/futures.py).
         """
         self._asked = True
         with self._lock:
@@ -253,9 +262,9 @@ class Work:
         return self._future
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """Return a future of how the operation ended, as torch numbers it.
+        """Return a future of the operation's result, as torch numbers it.
 
-        0: well; 1: a timeout; 2: another error. The future itself holds no error.
+        0: success; 1: a timeout; 2: another error. The future itself has no error.
         """
         return self.get_future().then(lambda done: self._result_number())
 
@@ -289,7 +298,7 @@ class Work:
 
 
 def _limit_of(timeout: timedelta | float) -> float | None:
-    """Return a limit in seconds; None: there is none."""
+    """Return a limit in seconds; None if there is none."""
     return duration(timeout, "Work.wait").total_seconds() or None
 
 
@@ -336,7 +345,7 @@ def combine(
     *,
     finish: Callable[[], None] | None = None,
 ) -> Work | None:
-    """Return one `Work` for several; wait for it where the caller did not ask for one."""
+    """Return one `Work` for several; unless `async_op`, wait for it and return None."""
     for part in works:
         part.disown()
     work = Work(_AllOf(works), outputs, finish=finish)

@@ -1,4 +1,4 @@
-"""The world a rank lives in: its default group, its other groups, and how code finds them.
+"""The world of a rank: its default group and its other groups.
 
 A rank is a process, or a thread of one. The current world is found through a context variable that
 falls back to the process's own world: a thread that a program starts itself sees the process's
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class World:
     """All groups of one rank.
 
-    `beginning` is held while the default group comes about: a rank that has it may call a function
-    here (`dure.rpc`) before this rank's own thread has it, too.
+    `beginning` is held while the default group is created: a rank that has created it may call a
+    function here (`dure.rpc`) before this rank's own thread has finished.
 
     Threads: groups are added and removed under `lock`; reading `default` needs none.
     """
@@ -49,12 +49,12 @@ class World:
         self.created_locally: dict[tuple[int, ...], int] = {}
 
     def named(self, name: str) -> ProcessGroup | None:
-        """Return the group of that name; "0" is the default group, which torch calls so."""
+        """Return the group of that name; "0" is the default group, as in torch."""
         group = self.groups.get(name)
         return self.default if group is None and name == "0" else group
 
     def need_default(self) -> ProcessGroup:
-        """Return the default group, or say that there is none; waits while it comes about."""
+        """Return the default group, or raise; wait while it is being created."""
         if self.default is None:
             with self.beginning:
                 if self.default is not None:
@@ -76,7 +76,7 @@ _has_thread_ranks = False
 """Whether this process has had thread-ranks; a condition of compiled code."""
 
 when_left: list[Callable[[], object]] = []
-"""Called when a rank has left its job: tables of other modules forget what belongs to groups."""
+"""Called when a rank has left its job: other modules remove what they keep for groups."""
 
 
 def current_world() -> World:
@@ -93,22 +93,22 @@ logs.find_rank = _rank_here
 
 
 def world_to_compile() -> World:
-    """Return the world of the calling rank; read by the compiler, which takes no context variable.
+    """Return the world of the calling rank, for compiled code, which cannot use context variables.
 
-    What is read of the process's world becomes a condition of the compiled code: it is compiled
-    again for another default group. Where ranks are threads the graph breaks instead.
+    The values that are read of it become conditions of the compiled code: it is compiled again for
+    another default group. If ranks are threads the graph breaks instead.
     """
     return _current.get() if _has_thread_ranks else _process_world
 
 
 def is_thread_rank() -> bool:
-    """Tell whether the calling rank shares its process with others (`dure.testing`)."""
+    """Return whether the calling rank shares its process with others (`dure.testing`)."""
     return _current.get() is not _process_world
 
 
 @contextmanager
 def new_world() -> Iterator[World]:
-    """Give the calling thread an empty world of its own, for the length of a `with` block."""
+    """Give the calling thread a separate, empty world for the length of a `with` block."""
     global _has_thread_ranks
     _has_thread_ranks = True
     token = _current.set(World())
@@ -119,7 +119,7 @@ def new_world() -> Iterator[World]:
 
 
 class _NonMember:
-    """What `new_group` returns on ranks outside the new group."""
+    """The return value of `new_group` on ranks outside the new group."""
 
     def __repr__(self) -> str:
         return "GroupMember.NON_GROUP_MEMBER"
@@ -128,7 +128,7 @@ class _NonMember:
         return "_NON_MEMBER"
 
 
-_NON_MEMBER = cast("ProcessGroup", _NonMember())  # may be given wherever a group may
+_NON_MEMBER = cast("ProcessGroup", _NonMember())  # may be passed as any group
 
 
 class _GroupMeta(type):
@@ -140,10 +140,10 @@ class _GroupMeta(type):
 
 
 class GroupMember(metaclass=_GroupMeta):
-    """What torch has for groups that exist without being made.
+    """torch's names of predefined groups.
 
-    `WORLD` is the default group, None before initialisation; `NON_GROUP_MEMBER` stands for a group
-    that this rank is not in.
+    `WORLD` is the default group, None before initialization; `NON_GROUP_MEMBER` is any group that
+    this rank is not in.
     """
 
     NON_GROUP_MEMBER = _NON_MEMBER

@@ -5,6 +5,6 @@ Internal: its public names are those of `dure.device_mesh`.
 
 from __future__ import annotations
 
-from dure.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh, memory
+from dure.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "memory"]
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]

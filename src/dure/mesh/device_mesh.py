@@ -17,17 +17,16 @@ from typing import Any, Self
 import torch
 
 from dure import env
-from dure.comm.footprint import Held, held_by
 from dure.comm.group import ProcessGroup
 from dure.comm.init import init_process_group
-from dure.comm.subgroups import Kind
+from dure.comm.subgroups import GroupOptions
 from dure.comm.world import current_world
 from dure.errors import AxisError, MeshError, NotInGroupError
 from dure.layout import Axis, Layout
 from dure.mesh.picture import draw
 from dure.mesh.root import Root, live_roots
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "memory", "restore_mesh"]
+__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "restore_mesh"]
 
 BackendOverride = str | object | tuple[str, object]
 """A backend's name, its options, or both."""
@@ -137,7 +136,7 @@ class DeviceMesh:
         self.number = next(_numbers)
         root.meshes[layout, names] = self
 
-    def _kinds(self, overrides: Sequence[tuple[str | None, object]] | None) -> list[Kind]:
+    def _kinds(self, overrides: Sequence[tuple[str | None, object]] | None) -> list[GroupOptions]:
         overrides = [(None, None)] * self.ndim if overrides is None else overrides
         if len(overrides) != self.ndim:
             raise MeshError(
@@ -145,7 +144,7 @@ class DeviceMesh:
                 seen=f"{len(overrides)} for {self.ndim} axes",
             )
         return [
-            Kind(backend=backend, pg_options=options, group_desc=f"mesh_{name}")
+            GroupOptions(backend=backend, pg_options=options, group_desc=f"mesh_{name}")
             for name, (backend, options) in zip(self._axis_names(), overrides, strict=True)
         ]
 
@@ -467,7 +466,7 @@ class DeviceMesh:
         self._open(split._layout.axes[made], kinds[made])
         return split
 
-    def _open(self, axes: Iterable[Axis], kinds: Iterable[Kind]) -> None:
+    def _open(self, axes: Iterable[Axis], kinds: Iterable[GroupOptions]) -> None:
         """Create the groups along axes that have none, if the mesh has groups at all."""
         root = self._root
         wanted = {a: k for a, k in zip(axes, kinds, strict=True) if a not in root.groups}
@@ -621,22 +620,6 @@ def init_device_mesh(
         overrides = _overrides(backend_override, names or range(len(shape)))
     ranks = torch.arange(Layout.row_major(shape).size, device="cpu").reshape(shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=overrides)
-
-
-def memory() -> Held:
-    """Return the resources that the groups of this rank's meshes hold; ``print`` shows a table.
-
-    Each group has slots, which take memory when they are first used. All groups share the
-    process's symmetric heap and its watcher of peers.
-
-    Returns:
-        The memory of each group and of the symmetric heap (see `dure.memory`).
-
-    Cost:
-        Some milliseconds.
-    """
-    groups = {id(g): g for root in live_roots() for g in root.groups.values() if g is not None}
-    return held_by(groups.values())
 
 
 def _as_array(mesh: object) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dure.comm.group import ProcessGroup
 from dure.comm.objects import all_gather_object
-from dure.comm.subgroups import Kind, new_groups
+from dure.comm.subgroups import GroupOptions, new_groups
 from dure.comm.world import GroupMember, World, current_world
 from dure.layout import Axis, Layout
 
@@ -41,10 +41,10 @@ class Root:
         self.flattened: dict[str, Axis] = {}
         self.meshes: dict[tuple[Layout, tuple[str, ...] | None], DeviceMesh] = {}
         self.first: DeviceMesh
-        self.kinds: list[Kind] = []
+        self.kinds: list[GroupOptions] = []
         self.num_followers = 0
 
-    def find_groups(self, axes: Sequence[Axis], kinds: list[Kind]) -> None:
+    def find_groups(self, axes: Sequence[Axis], kinds: list[GroupOptions]) -> None:
         """Create the groups along the axes, or use those of an equal root if there are many."""
         default, self.kinds = current_world().need_default(), kinds
         made = self._made(default)
@@ -71,12 +71,12 @@ class Root:
         copies = layout.copies(len(self.ranks))
         return [[self.ranks[position] for position in copy] for copy in copies]
 
-    def open_groups(self, axes: Sequence[Axis], kinds: Sequence[Kind]) -> None:
+    def open_groups(self, axes: Sequence[Axis], kinds: Sequence[GroupOptions]) -> None:
         """Create the groups along these axes, for all ranks, in one exchange."""
         default = current_world().need_default()
         taken = any(default in root.groups.values() for root in self._made(default))
         lists: list[list[int]] = []
-        kind_of: list[Kind] = []
+        kind_of: list[GroupOptions] = []
         for axis, kind in zip(axes, kinds, strict=True):
             ranks = self.rank_lists(Layout((axis,)))
             plain = kind.backend is None and kind.pg_options is None

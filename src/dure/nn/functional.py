@@ -1,13 +1,13 @@
 """Collectives that autograd understands, with the arguments of torch.distributed.nn.functional.
 
-Each returns its result and leaves its inputs as they are; gradients are those of the sum of all
-ranks' losses, of any order (comm/differentiable.py). Results are waited for at their first use, as
-those of `dure.comm.functional`, which has more ways to say which group and which dim. Where the
-caller hands over memory for the result (`reduce_scatter`, `all_to_all`, `all_to_all_single`) it is
-filled, and waited for at once: the caller may look at it.
+Each returns its result and does not change its inputs; gradients are those of the sum of all ranks'
+losses, of any order (comm/differentiable.py). Results are waited for at their first use, as those
+of `dure.comm.functional`, which can also gather and scatter along other dims. If the caller passes
+memory for the result (`reduce_scatter`, `all_to_all`, `all_to_all_single`) it is complete when the
+function returns.
 
 Every rank of the group calls, and runs the same backward: either all ranks' inputs require
-gradients or none's. Roots are global ranks. `group` is all that `dure.comm.functional` takes.
+gradients or none's. Roots are global ranks. `group` is as in `dure.comm.functional`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def all_reduce(
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
-    """Return the `tensor` of `src`; its gradient is the sum of all ranks', zero elsewhere.
+    """Return the `tensor` of `src`; its gradient is the sum of all ranks', zero on other ranks.
 
     Shapes:
         tensor [*] on all ranks; result [*].
@@ -62,7 +62,7 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tens
 def reduce(
     tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Group = None
 ) -> torch.Tensor:
-    """Return the reduction of all ranks' `tensor` on `dst`, and zeros elsewhere.
+    """Return the reduction of all ranks' `tensor` on `dst`, and zeros on other ranks.
 
     Shapes:
         tensor [*] on all ranks; result [*].
@@ -73,7 +73,7 @@ def reduce(
 
 
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> Tensors:
-    """Return the tensors of all ranks on `dst`, and zeros elsewhere.
+    """Return the tensors of all ranks on `dst`, and zeros on other ranks.
 
     Shapes:
         tensor [*] on all ranks; result n times [*].
@@ -83,7 +83,7 @@ def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> Tensors:
 
 
 def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) -> torch.Tensor:
-    """Return ``tensors[r]`` of `src` on rank r; elsewhere `tensors` only say what shape comes.
+    """Return ``tensors[r]`` of `src` on rank r; on other ranks `tensors` only give the shape.
 
     Shapes:
         tensors n times [*], on all ranks; result [*].
@@ -147,7 +147,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """Fill `output` with the rows that all ranks have for this one, and return it.
+    """Fill `output` with the rows that all ranks send to this one, and return it.
 
     Shapes:
         input [sum(input_split_sizes), *], output and result [sum(output_split_sizes), *]; equal

@@ -4,7 +4,7 @@ A rank calls `begin_read` before it reads, and waits until all ranks have: so ea
 written before. It calls `end_read` when it no longer reads. A writer waits until all ranks have,
 and notes when it begins and ends, so that survivors of its death know which rows are complete.
 These waits end as the group's calls do: a rank that died is a `PeerLost`, one that does not arrive
-a `CommTimeout`. `csrc/tests/test_turns.cpp` drills the order of these steps, under the thread
+a `CommTimeout`. `csrc/tests/test_epochs.cpp` drills the order of these steps, under the thread
 sanitizer too.
 
 Each model has its own epochs (`ModelEpochs`), not each process group: the end of one model's step

@@ -92,5 +92,5 @@ def test_a_step_that_fails_is_one_error_on_all_ranks_of_a_host():
     for state in (one, other):
         with pytest.raises(CommError) as info:
             state.check("all_reduce")
-        assert info.value.what == "rank 0 could not go on"
+        assert info.value.what == "an operation failed on rank 0"
         assert info.value.seen == "MemoryError: no scratch"

@@ -9,7 +9,7 @@ import pytest
 
 import dure as dist
 from dure.comm.backends.registry import register_backend, unregister_backend
-from dure.comm.subgroups import Kind, new_groups
+from dure.comm.subgroups import GroupOptions, new_groups
 from dure.comm.world import current_world
 from dure.errors import Desync, UsageError
 from dure.testing import run_ranks
@@ -20,8 +20,9 @@ FILE = Path(__file__).name
 
 def test_new_groups_that_disagree_raise_desync_with_both_lines():
     def body(rank):
+        options = GroupOptions(backend=("threads", "cpu:threads")[rank])
         with pytest.raises(Desync) as caught:
-            new_groups([[0, 1], [0, 1]], [Kind(backend=("threads", "cpu:threads")[rank])] * 2)
+            new_groups([[0, 1], [0, 1]], [options] * 2)
         return caught.value.calls
 
     said = run_ranks(2, body)[0]

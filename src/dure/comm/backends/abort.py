@@ -1,14 +1,14 @@
 """The abort record: why a group is broken, in a form that every rank can make its own error of.
 
-Whoever meets trouble first writes an `AbortRecord`, in ranks of the group; the ranks agree on one
-by whatever they share: an object (threads), the host's segment and the leaders' connections
-(hybrid), messages (mpi), the group's store (verification). How it travels is the backend's matter;
-what it says, and what each rank makes of it, is here.
+The first rank that finds an error writes an `AbortRecord`, which names ranks of the group. The
+ranks agree on one record through what they share: an object (threads), the host's segment and the
+leaders' connections (hybrid), messages (mpi), the group's store (verification). Backends transfer
+the record; this module defines its fields and the error that each rank makes of it.
 
-A rank that has gone breaks no operation that it had ended: others may still be on their way out of
-it, and all that they need has been sent. So a record says how many collectives it leaves whole
-(`after`). Where two records meet, the one that leaves fewer of them whole counts, and of equals the
-first.
+A rank that has left does not break the operations that it had completed: other ranks may still be
+completing them, and all the data that they need has been sent. So a record has the number of
+collectives that stay valid (`after`). Of two records the one with the smaller number counts, and of
+equal ones the first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KINDS: dict[str, type[DureError]] = {
     kind.__name__: kind
     for kind in (CommTimeout, PeerLost, Desync, Aborted, CommError, InternalError)
 }
-"""What a record can become; those that are the most particular come first."""
+"""The errors that a record can become, the most specific first."""
 _FIELDS = {
     **dict.fromkeys(_KINDS, ()),
     "CommTimeout": ("missing", "whereabouts"),
@@ -50,7 +50,7 @@ _FIELDS = {
 class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Why a group is broken; the fields are those of the errors it becomes.
 
-    `after` is how many collectives it leaves whole; those after them will never take place.
+    `after` is the number of collectives that stay valid; later ones will never run.
     `reporter` is the rank that has lost the connection to the host of `peer`, if one has.
     """
 
@@ -74,18 +74,18 @@ class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Return what peers need in order to make the same error."""
         kind = next((kind for kind in _FIELDS if isinstance(error, _KINDS[kind])), "InternalError")
         own = {name: getattr(error, name) for name in _FIELDS[kind]}
-        said: dict[str, Any] = {"what": error.what, "seen": error.seen, "fix": error.fix}
-        return cls(kind=kind, peer=error.peer, after=after, **said, **own)
+        texts: dict[str, Any] = {"what": error.what, "seen": error.seen, "fix": error.fix}
+        return cls(kind=kind, peer=error.peer, after=after, **texts, **own)
 
     @classmethod
     def desync(cls, problem: str, calls: dict[int, str]) -> AbortRecord:
-        """Return the record of ranks whose `calls` do not belong together."""
-        said = "; ".join(f"rank {r}: {text}" for r, text in calls.items())
+        """Return the record of ranks whose `calls` differ."""
+        texts = "; ".join(f"rank {r}: {text}" for r, text in calls.items())
         return cls(
             kind="Desync",
             what="the ranks did not call the same thing",
             calls=calls,
-            seen=f"{problem}: {said}",
+            seen=f"{problem}: {texts}",
             fix="No data were changed. Make all ranks call the same operations in the same order.",
         )
 
@@ -96,11 +96,11 @@ class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def text(self) -> str:
         """Encode it, without the longest parts if it is too long."""
-        whole = msgspec.json.encode(self)
-        if len(whole) > _TEXT_BYTES:
+        encoded = msgspec.json.encode(self)
+        if len(encoded) > _TEXT_BYTES:
             short = msgspec.structs.replace(self, calls={}, whereabouts={}, seen="")
-            whole = msgspec.json.encode(short)
-        return whole.decode()
+            encoded = msgspec.json.encode(short)
+        return encoded.decode()
 
     @classmethod
     def is_in(cls, text: str) -> bool:
@@ -158,11 +158,11 @@ class GroupState:
         return self._record
 
     def look(self) -> AbortRecord | None:
-        """Return `record`; a backend whose ranks share one looks there first."""
+        """Return `record`; a backend whose ranks share a record reads that one first."""
         return self._record
 
     def adopt(self, record: AbortRecord) -> bool:
-        """Break the group by `record`; False where a record counts that is there already."""
+        """Break the group by `record`; return False if an earlier record counts instead."""
         with self._lock:
             if self._record is not None and self._record.after <= record.after:
                 return False
@@ -170,7 +170,7 @@ class GroupState:
         return True
 
     def ends(self, number: int) -> bool:
-        """Tell whether the collective after `number` others will never take place."""
+        """Return whether the collective after `number` others will never run."""
         return self._record is not None and number >= self._record.after
 
     def where(self, op: str, seq: int | None = None, began: float | None = None) -> dict[str, Any]:

@@ -1,16 +1,15 @@
-"""The one small interface behind which every backend lives.
+"""The interface of all backends.
 
-`ProcessGroup` (comm/group) has done the following before it calls a backend, so that no backend
-does it again: this rank is a member; tensors are dense, contiguous, on a device of the backend, and
-of the right number and length as far as this rank alone can know; the reduction has a meaning for
-the dtype; complex numbers are passed as they are; PREMUL_SUM has been turned into SUM, and a
-reduce_scatter into another dtype into one of float32, unless the backend has a true attribute
-`fuses`: then it takes premultiplied sums by a number, and `ops.CONVERSIONS`, as they are. One that
-compares the ranks' calls before data move says so by a true attribute `compares_calls`.
-Ranks are group ranks. In-place use (an output the very memory of an input, or the right part of it)
-is allowed wherever MPI allows MPI_IN_PLACE.
+`ProcessGroup` (comm/group) has checked the following before it calls a backend: this rank is a
+member; tensors are dense, contiguous, on a device of the backend, and of the right number and
+length as far as this rank alone can know; the reduction is defined for the dtype. Complex numbers
+are passed unchanged. PREMUL_SUM has been turned into SUM, and a reduce_scatter into another dtype
+into one of float32, unless the backend has a true attribute `fuses`: then it takes premultiplied
+sums by a number, and `ops.CONVERSIONS`. A backend that compares the ranks' calls before data move
+has a true attribute `compares_calls`. Ranks are group ranks. In-place use (an output is the memory
+of an input, or the right part of it) is allowed wherever MPI allows MPI_IN_PLACE.
 
-What a backend owes in return:
+A backend guarantees:
 
 * With ``async_op=False`` a call returns None when it is done, or raises a `DureError`.
 * With ``async_op=True`` it returns a `Request` at once; it must not block on any peer.
@@ -18,7 +17,7 @@ What a backend owes in return:
 * `send` may complete before the matching `recv` was posted; it must not need it for isend.
 * Reductions run in the order of ranks; 16 and 8 bit floats accumulate in float32, rounded once
   (over nccl, floats of 16 bits as NCCL does).
-* Zero-size tensors are ordinary calls (they still synchronise where the operation does).
+* Zero-size tensors are ordinary calls (they still synchronize where the operation does).
 * A pending or later call never hangs: `CommTimeout` at the group's timeout (with `missing`),
   `PeerLost`, `Desync` or `Aborted`.
 
@@ -44,7 +43,7 @@ from dure.store.base import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """What a backend is made from.
+    """The arguments from which a backend is made.
 
     Attributes:
         store: This group's own key space, shared by its ranks.
@@ -55,13 +54,13 @@ class BackendOptions:
         name: The group's name, the same on all ranks.
         hosts: Where each rank lives, equal for ranks that can share memory; empty: not known.
         device_id: The device the rank is bound to, if it said so.
-        op_timeout: How long an operation may take whose time somebody else keeps, who also says who
-            left; None: the group keeps its time, and its ranks tell each other.
+        op_timeout: The limit of one operation, if another backend that uses this one enforces
+            `timeout` and reports the ranks that left. None: this backend does both.
         threads: Threads of each rank that compute while it waits, its own included: ranks spin only
-            where the host has cores for all of them.
-        eager_bytes: A send of more bytes waits until it is received, and with 0 every send does;
-            None: as the backend likes. For tests, which so find deadlocks.
-        pg_options: What the user gave as `pg_options` or `backend_options`.
+            if the host has cores for all of them.
+        eager_bytes: A send of more bytes waits until it is received; with 0 every send does. None:
+            the backend decides. Tests set it to find deadlocks.
+        pg_options: The `pg_options` or `backend_options` of the program.
     """
 
     store: Store
@@ -78,13 +77,17 @@ class BackendOptions:
     pg_options: object = None
 
     def tell_all(self, what: str, said: str | bytes = "") -> list[bytes]:
-        """Tell the other ranks something, and return what each of them has said, by group rank.
+        """Publish a value in the store; return the values of all ranks, by group rank.
+
+        Args:
+            what: Name of the value; each can be used once.
+            said: This rank's value.
 
         Raises:
-            StoreTimeout: A rank has said nothing until the group's timeout.
+            StoreTimeout: A rank did not call within the group's timeout.
 
         Collective:
-            All ranks of the group call, once for each `what`.
+            All ranks of the group call.
         """
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], said)
@@ -92,31 +95,16 @@ class BackendOptions:
         return self.store.multi_get(keys)
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What a group holds in this process; see comm/footprint.py.
-
-    Attributes:
-        inode: Of the memory file that its ranks share; 0: none.
-        nbytes: Length of that file, of which only what was touched takes memory.
-        connections: How many other ranks it is connected with over a network.
-    """
-
-    inode: int = 0
-    nbytes: int = 0
-    connections: int = 0
-
-
 class Backend(Protocol):
-    """A set of ranks that can talk (see the module's text for the contract)."""
+    """A set of ranks that can communicate (see the module's text for the contract)."""
 
     name: str
-    """As users name it: "shm", "threads", "gloo", "nccl"."""
+    """The name that programs pass: "shm", "threads", "gloo", "nccl"."""
     device_types: frozenset[str]
     """Types of `torch.device` whose tensors it takes."""
 
     def run(self, call: Call, async_op: bool) -> Request | None:
-        """Do a collective; `comm.call` has what each one means."""
+        """Run a collective; `comm.call` defines the inputs and outputs of each."""
         ...
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
@@ -124,7 +112,7 @@ class Backend(Protocol):
         ...
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
-        """Receive into `tensor` from `src`, or from anyone; a finished request where not async."""
+        """Receive into `tensor` from `src`, or from any rank; finished if not asynchronous."""
         ...
 
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
@@ -132,11 +120,11 @@ class Backend(Protocol):
 
         Args:
             nbytes: How many, more than none.
-            node_shared: The same memory on all ranks of a host, all of which call alike; else this
-                rank's own, which its peers can reach directly, and for which nobody else need call.
+            node_shared: If True, one block of memory for all ranks of a host, which all call. If
+                False, memory of this rank that its peers can read directly; no other rank calls.
 
         Returns:
-            The tensor, or None where the backend has no such memory.
+            The tensor, or None if the backend has no such memory.
         """
         ...
 
@@ -150,7 +138,7 @@ class Backend(Protocol):
 
 
 class PlainBackend(Protocol):
-    """What a backend has besides, if it takes plain calls."""
+    """The additional interface of a backend that takes plain calls."""
 
     plain: Channel
     """The plain calls of channel 0."""
@@ -160,12 +148,12 @@ class PlainBackend(Protocol):
         ...
 
     def error(self, outcome: object) -> DureError:
-        """Make the exception for what a plain call returned."""
+        """Make the exception for the outcome that a plain call returned."""
         ...
 
 
 def channel_name(group: str, channel: int) -> str:
-    """Return how a channel of `group` is called in errors and records; channel 0 is the group."""
+    """Return the name of a channel in errors and records; that of channel 0 is the group's."""
     return f"{group}[{channel}]" if channel else group
 
 

@@ -1,8 +1,7 @@
-"""The fake backend: one process stands for a rank of a world of any size, and nothing is sent.
+"""The fake backend: one process runs as a rank of a world of any size, and nothing is sent.
 
 For dry runs: a program of thousands of ranks can be built, sharded, traced and counted in one
-process. Results that this rank's own tensors determine are written, the others are left as they
-are:
+process. Results that this rank's own tensors determine are written, the others are unchanged:
 
 | operation                   | outputs on this rank                                           |
 |-----------------------------|----------------------------------------------------------------|
@@ -106,7 +105,7 @@ class FakeBackend:
 
 
 def _copy(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Copy each input to its output; what is missing in a shorter one is zero."""
+    """Copy each input to its output; fill the rest of a longer output with zeros."""
     for output, given in zip(outputs, inputs, strict=True):
         if output.numel() == given.numel():
             output.view(-1).copy_(given.view(-1))

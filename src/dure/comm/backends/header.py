@@ -1,8 +1,8 @@
-"""Headers: what a rank tells the others of a call before data move, in bytes of one length.
+"""Headers: descriptions of a call, of fixed length, which ranks compare before data move.
 
-Backends that compare calls exchange headers, each in its own way: over the engine (`verify`), by
-messages (`mpi`), in shared memory and between hosts (`hybrid`), or as objects (`threads`). All
-ranks have those of all before data are touched, so all find the same difference.
+Backends that compare calls exchange headers in different ways: over the engine (`verify`), by
+messages (`mpi`), in shared memory and between hosts (`hybrid`), or as objects (`threads`). Each
+rank has the headers of all ranks before data are written, so all find the same difference.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from dure.comm.call import SIZE, Fingerprint, compare
 __all__ = ["CALL_BYTES", "HEADER_BYTES", "Header", "difference"]
 
 HEADER_BYTES = 256
-"""Of a packed header."""
 
 _SEQ = struct.Struct("<Q")
 CALL_BYTES = _SEQ.size + SIZE
-"""Its first bytes: all but the line of the program, which may differ where calls are equal."""
+"""The first bytes, without the line of the program, which may differ between equal calls."""
 
 _SITE_BYTES = HEADER_BYTES - CALL_BYTES
 
 
 class Header(NamedTuple):
-    """What one rank calls.
+    """The call of one rank.
 
     Attributes:
         fingerprint: The call.
-        site: Where in the program it was made.
-        seq: As which collective of the group; 0 where they need no numbers.
-        data: What travelled with it, if anything did.
+        site: Line of the program that made it.
+        seq: Its number among the group's collectives; 0 if the backend does not number them.
+        data: The data sent with the header, if any.
     """
 
     fingerprint: Fingerprint
@@ -48,19 +47,19 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes | bytearray | memoryview, data: bytes | None = None) -> Header:
-        """Read what `pack` has made."""
+        """Decode the bytes that `pack` made."""
         (seq,) = _SEQ.unpack_from(packed)
         site = bytes(packed[CALL_BYTES:HEADER_BYTES]).rstrip(b"\0")
         fingerprint = Fingerprint.unpack(packed, _SEQ.size)
         return cls(fingerprint, site.decode(errors="replace"), seq, data)
 
     def text(self) -> str:
-        """Say it in words."""
+        """Return the call as text, with its line of the program."""
         return self.fingerprint.text(self.site)
 
 
 def difference(headers: Sequence[Header]) -> AbortRecord | None:
-    """Compare the headers of all ranks; return what breaks the group where they differ."""
+    """Compare the headers of all ranks; return the record that breaks the group if they differ."""
     problem = compare([header.fingerprint for header in headers])
     if not problem and len({header.seq for header in headers}) > 1:
         problem = "the ranks are at different operations"

@@ -1,8 +1,8 @@
-"""Which message goes to which receive, in a backend whose messages do not match themselves.
+"""Matching of messages and receives, for backends that do it in Python.
 
-A receive takes the first message that meets it (its sender and its tag), and a message goes to the
-first receive that meets it. A receive whose length or dtype differs from its message is refused;
-the message is kept for one that fits. The native engine has the same rule (csrc/core/matching.cpp).
+A receive takes the first message with its sender and tag, and a message is given to the first
+receive that matches. A receive whose length or dtype differs from its message fails; the message is
+kept for a receive that fits. The native engine has the same rule (csrc/core/matching.cpp).
 
 Threads: one at a time.
 """
@@ -22,13 +22,13 @@ class Matching(Generic[Receive, Message]):
     """Messages that wait for their receives, and receives that wait for their messages.
 
     Args:
-        meets: Whether a receive asks for a message.
+        meets: Whether a receive has the sender and tag of a message.
         fits: Whether it has room for exactly that message.
         refuse: Fails a receive whose message does not fit.
 
     Attributes:
-        receives: Those that wait, in the order in which they were posted.
-        messages: Those that wait, in the order in which they arrived.
+        receives: Pending receives, in the order in which they were posted.
+        messages: Pending messages, in the order in which they arrived.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Matching(Generic[Receive, Message]):
         return next((m for m in self.messages if self._meets(receive, m)), None)
 
     def post(self, receive: Receive) -> Message | None:
-        """Return the message of a receive, which waits no longer; else let the receive wait."""
+        """Remove and return the message of a receive; if there is none, keep the receive."""
         message = self.message_for(receive)
         if message is None:
             self.receives.append(receive)
@@ -58,7 +58,7 @@ class Matching(Generic[Receive, Message]):
         return None
 
     def arrive(self, message: Message) -> Receive | None:
-        """Return the receive of a message, which waits no longer; else let the message wait."""
+        """Remove and return the receive of a message; if there is none, keep the message."""
         for receive in [r for r in self.receives if self._meets(r, message)]:
             self.receives.remove(receive)
             if self._fits(receive, message):

@@ -1,12 +1,12 @@
 """The ordered queue: collectives of one group that run one at a time, in the order of the calls.
 
-A synchronous call with nothing before it runs on the caller's thread. All others queue for one
-thread, which begins with the first of them. What an action does not finish itself, it hands back as
-a request of its own (an engine's work): the queue goes on with the next, and who waits for the
-queued request waits for that one, too.
+A synchronous call runs on the caller's thread if the queue is empty. All others run on one thread,
+which is started by the first of them. An action may return a request (an engine's work) instead of
+completing the operation: then the queue continues with the next action, and a wait for the queued
+request includes that request.
 
-Whatever an action raises ends its request, and the thread goes on: errors of ours as they are, all
-else (no memory for scratch, a mistake) as `InternalError`.
+An exception of an action ends its request, and the thread continues: a `DureError` is raised
+unchanged, any other exception (such as no memory for scratch) as `InternalError`.
 
 Threads: every method, from any thread.
 """
@@ -25,7 +25,7 @@ _END_S = 5.0
 
 
 class _QueuedRequest(Request):
-    """A queued operation: first its turn, then what its action has handed back."""
+    """A queued operation: it waits for its action, then for the request that this returned."""
 
     __slots__ = ("_begun", "_inner", "action")
 
@@ -36,7 +36,7 @@ class _QueuedRequest(Request):
         self._inner: Request | None = None
 
     def begin(self) -> None:
-        """Run the action; nothing it raises gets out."""
+        """Run the action; its exceptions end the request."""
         action, self.action = self.action, None
         assert action is not None
         error: DureError | None = None
@@ -52,7 +52,7 @@ class _QueuedRequest(Request):
         self._begun.set()
 
     def drop(self, error: DureError) -> None:
-        """End without having begun."""
+        """End without running the action."""
         self.action = None
         self.end(error)
         self._begun.set()
@@ -83,7 +83,7 @@ class OrderedQueue:
 
     def __init__(self, name: str, aborted: Callable[[], DureError]) -> None:
         self._name, self._aborted = name, aborted
-        self._work = threading.Condition()  # of what follows
+        self._work = threading.Condition()  # guards the fields below
         self._entries: deque[_QueuedRequest] = deque()
         self._running = self._stopped = False
         self._thread: threading.Thread | None = None
@@ -95,7 +95,7 @@ class OrderedQueue:
             return self._running or bool(self._entries)
 
     def run(self, action: Action, async_op: bool) -> Request | None:
-        """Run `action` now, or behind those before it; `async_op`: return its request at once."""
+        """Run `action` after those before it; with `async_op` return its request at once."""
         with self._work:
             if self._stopped:
                 raise self._aborted()
@@ -140,10 +140,10 @@ class OrderedQueue:
             finally:
                 with self._work:
                     self._running = False
-            del entry  # or its tensors would live on while this thread is idle
+            del entry  # otherwise an idle thread would keep its tensors
 
     def stop(self) -> None:
-        """End what has not begun, and the thread; what runs must end by other means."""
+        """End queued operations and the thread; the caller ends the one that is running."""
         with self._work:
             self._stopped = True
             entries, self._entries = list(self._entries), deque[_QueuedRequest]()

@@ -1,10 +1,10 @@
-"""Why the ranks of a group are not connected, once an engine has failed to connect them.
+"""Diagnosis of an engine that failed to connect the ranks of a group.
 
-Engines connect their ranks by themselves, and say of a failure at most that time was up. Then each
-rank opens a port of its own, tells the others of it through the store, and tries theirs, all at
-once: a firewall between two hosts, or a wrong interface, refuses or drops these connections as it
-did the engine's. A rank without a port was too slow to connect. Each rank reports what it has
-found, so that all ranks can name the same hosts. It costs nothing while all is well.
+Engines connect their ranks themselves, and report at most a timeout. After such a failure each rank
+opens a port, publishes it in the store, and connects to the ports of all others at once. A firewall
+between two hosts, or a wrong interface, refuses or drops these connections like the engine's. A
+rank without a port was too slow to connect. Each rank publishes its result, so that all ranks name
+the same hosts. Nothing runs unless a connection has failed.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dure.comm.backends.base import BackendOptions
 from dure.errors import StoreTimeout
 from dure.store.identity import host_name
 
-__all__ = ["Findings", "Unreachable", "find_unconnected"]
+__all__ = ["ConnectionDiagnosis", "Unreachable", "find_unconnected"]
 
 _LIMIT_S = 3.0
-"""How long the ranks look for each other's ports, and try them."""
+"""How long the ranks wait for each other's ports, and try them."""
 
 _ANSWER_S = 1.0
-"""How long connections may take, and reports."""
+"""How long connections and reports may take."""
 
 _PORT = "reachability/port"
 _REPORT = "reachability/report"
 _OVER = "reachability/over"
-"""Set when the first rank has reported: ranks that begin later do not look."""
+"""Set when the first rank has reported: ranks that begin later do not connect."""
 
 
 class _Port(msgspec.Struct, array_like=True, frozen=True):
-    """Where a rank listens while it looks for the others."""
+    """The port at which a rank listens during the diagnosis."""
 
     host: str
     address: str
@@ -54,7 +54,7 @@ class Unreachable(msgspec.Struct, array_like=True, frozen=True):
         host: Its host's name.
         address: The address that was tried.
         port: The port that was tried.
-        why: What happened.
+        why: The error.
     """
 
     rank: int
@@ -76,15 +76,15 @@ class _Report(msgspec.Struct, array_like=True, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class ConnectionDiagnosis:
     """Why the ranks are not connected.
 
     Attributes:
         seeker: A rank that could not reach others: this one if it could not, else the first.
         where: Its host and address.
-        unreachable: The ranks that it could not reach; empty: all ranks reach each other.
-        absent: Ranks that did not look for the others.
-        late: This rank began when the others had given up.
+        unreachable: The ranks that it could not reach; empty if all ranks reach each other.
+        absent: Ranks that did not take part in the diagnosis.
+        late: Whether the other ranks had finished the diagnosis before this one began.
     """
 
     seeker: int
@@ -94,11 +94,11 @@ class Findings:
     late: bool
 
 
-def find_unconnected(options: BackendOptions, address: str) -> Findings:
+def find_unconnected(options: BackendOptions, address: str) -> ConnectionDiagnosis:
     """Find out why the ranks are not connected.
 
     Args:
-        options: What the group is; each of its ranks calls this, at about the same time.
+        options: Of the group; all of its ranks call, at about the same time.
         address: Of this host, at which the engine of this rank listens.
     """
     store, others = options.store, [r for r in range(options.size) if r != options.rank]
@@ -114,29 +114,31 @@ def find_unconnected(options: BackendOptions, address: str) -> Findings:
             listener.listen(options.size)
             port = _Port(host_name(), address, listener.getsockname()[1])
             store.set(f"{_PORT}/{options.rank}", _pack(port))
-            found = _said(options, _PORT, others, _LIMIT_S - _ANSWER_S)
+            found = _published(options, _PORT, others, _LIMIT_S - _ANSWER_S)
             absent = [rank for rank in others if rank not in found]
             ports = {rank: msgspec.msgpack.decode(each, type=_Port) for rank, each in found.items()}
             mine = msgspec.structs.replace(mine, unreachable=tuple(_tried(ports)))
-            time.sleep(max(0.0, until - time.monotonic()))  # so that the others find this port open
+            time.sleep(max(0.0, until - time.monotonic()))  # the others still connect to this port
         store.multi_set([f"{_REPORT}/{options.rank}", _OVER], [_pack(mine), b""])
         others = list(found)
-    found = _said(options, _REPORT, others, 0.0 if late else _ANSWER_S)
+    found = _published(options, _REPORT, others, 0.0 if late else _ANSWER_S)
     reports = [mine, *(msgspec.msgpack.decode(each, type=_Report) for each in found.values())]
     first = next((each for each in reports if each.unreachable), mine)
-    return Findings(first.rank, first.seeker, first.unreachable, tuple(absent), late)
+    return ConnectionDiagnosis(first.rank, first.seeker, first.unreachable, tuple(absent), late)
 
 
 _pack = msgspec.msgpack.encode
 
 
-def _said(options: BackendOptions, what: str, ranks: list[int], limit_s: float) -> dict[int, bytes]:
-    """Return what `ranks` have told by the limit."""
+def _published(
+    options: BackendOptions, name: str, ranks: list[int], limit_s: float
+) -> dict[int, bytes]:
+    """Return the values that `ranks` have published by the limit."""
     store = options.store
     with suppress(StoreTimeout):
-        store.wait([f"{what}/{rank}" for rank in ranks], timedelta(seconds=limit_s))
-    there = [rank for rank in ranks if store.check([f"{what}/{rank}"])]
-    return dict(zip(there, store.multi_get([f"{what}/{rank}" for rank in there]), strict=True))
+        store.wait([f"{name}/{rank}" for rank in ranks], timedelta(seconds=limit_s))
+    found = [rank for rank in ranks if store.check([f"{name}/{rank}"])]
+    return dict(zip(found, store.multi_get([f"{name}/{rank}" for rank in found]), strict=True))
 
 
 def _tried(ports: dict[int, _Port]) -> list[Unreachable]:

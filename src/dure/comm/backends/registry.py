@@ -1,15 +1,15 @@
-"""Which backends there are, and how one is made from its name.
+"""The backends by name, and how one is made.
 
-Our own are imported on first use, so that a program that never names `nccl` never loads what it
-needs; others are added by `register_backend`. A backend may also be chosen for each type of
-device: "cpu:gloo,cuda:nccl" (`parse_backend`).
+Dure's own backends are imported on first use, so that a program that never names `nccl` does not
+load its dependencies; others are added by `register_backend`. A backend may also be chosen for each
+type of device: "cpu:gloo,cuda:nccl" (`parse_backend`).
 
-The ranks of a group exchange what they think the group is, once, through the store. A backend whose
-ranks have to tell each other something before they can talk may put it into that exchange: its
-`Opening` says what this rank *offers*, *connects* with what the others offer, and is *complete*
-when all have connected. So any number of groups costs one exchange. Nothing waits before
-`complete`; several groups are first all connected and then all completed, in the same order on
-every rank. Other backends are made by their factory and find each other through the group's store.
+The ranks of a group exchange their arguments once, through the store. A backend whose ranks need
+addresses or the like of each other may add these to that exchange: its `Opening` has the *offer* of
+this rank, *connects* with the offers of all ranks, and is *complete* when all have connected. So
+any number of groups takes one exchange. Nothing waits before `complete`; several groups are first
+all connected and then all completed, in the same order on every rank. Other backends are made by
+their factory and use the group's store.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dure.errors import UsageError
 
 
 class Opening(Protocol):
-    """This rank's part of a backend that is coming about."""
+    """This rank's part of a backend that is being created."""
 
     @property
     def offer(self) -> bytes:
-        """What the other ranks have to know."""
+        """The data that the other ranks need to connect to this one."""
         ...
 
     def connect(self, offers: Sequence[bytes]) -> None:
-        """Connect to the others, who offer `offers`, by group rank; do not wait for them."""
+        """Connect to the other ranks by their offers, in the order of group ranks; do not wait."""
         ...
 
     def complete(self) -> Backend:
@@ -41,12 +41,12 @@ class Opening(Protocol):
         ...
 
     def withdraw(self) -> None:
-        """Let go of what was made; safe to call at any time, also twice."""
+        """Release everything; safe to call at any time, also twice."""
         ...
 
 
 class FactoryOpening:
-    """The opening of a backend that its factory makes whole, in `complete`."""
+    """The opening of a backend that its factory makes, in `complete`."""
 
     offer = b""
 
@@ -65,10 +65,10 @@ class FactoryOpening:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A backend by name: the device types it takes, and what makes it.
+    """A backend by name: the device types it takes, and its factory.
 
-    That is a factory, or "module:attribute" below this package of one; where `opens`, it makes an
-    `Opening` of options in place of the backend.
+    The factory may be given as "module:attribute" below this package. If `opens`, it makes an
+    `Opening` instead of the backend.
     """
 
     devices: tuple[str, ...]
@@ -97,10 +97,10 @@ _registered: dict[str, _Entry] = {}
 
 
 def register_backend(name: str, factory: BackendFactory, devices: Iterable[str] = ("cpu",)) -> None:
-    """Add a backend of one's own.
+    """Add a custom backend.
 
     Args:
-        name: What users give as `backend`; lower case is made of it.
+        name: The name that programs pass as `backend`; converted to lower case.
         factory: Called on every rank with the group's `BackendOptions`.
         devices: Types of `torch.device` whose tensors it takes.
 
@@ -136,7 +136,7 @@ def open_backend(name: str, options: BackendOptions) -> Opening:
 
     Args:
         name: One of `known_backends()`.
-        options: Who we are and where the others can be found.
+        options: Of the group, on this rank.
 
     Raises:
         UsageError: There is no such backend, or it cannot run on this machine.
@@ -148,7 +148,7 @@ def parse_backend(spec: str) -> dict[str, str]:
     """Split "cpu:gloo,cuda:nccl", or a bare name, into backend names by device type.
 
     Returns:
-        Device type to backend name. A bare name stands for all device types the backend takes.
+        Device type to backend name. A bare name means all device types that the backend takes.
 
     Raises:
         UsageError: A name is unknown, a device type is named twice, or the text is malformed.
@@ -173,8 +173,8 @@ def parse_backend(spec: str) -> dict[str, str]:
 def check_pg_options(names: Collection[str], given: object) -> None:
     """Raise unless one of a group's backends uses the `pg_options` that the program gave.
 
-    Every backend takes ``{"verify": True}`` (comm/backends/verify.py), nccl torch's options of its
-    groups, and registered backends whatever their factory makes of them.
+    Every backend takes ``{"verify": True}`` (comm/backends/verify.py), nccl also torch's options of
+    its groups, and registered backends any options.
 
     Raises:
         UsageError: None of the backends would use them.

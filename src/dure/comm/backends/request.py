@@ -1,13 +1,12 @@
 """`Request`: a pending operation of any backend.
 
-A request is *pending* and then, for good, *ended*: well, or with an error that every `wait` raises.
-Backends differ in who makes an operation go on. Where another thread does, that one calls `end`,
-and who waits sleeps until then: a plain `Request` is all there is to it. Where nobody does unless
-asked (the requests of MPI; torch's work, which must be waited for in slices), a subclass says how
-by `_poll` and `_await`.
+A request is *pending* and then permanently *ended*: successfully, or with an error that every
+`wait` raises. If another thread makes progress, that thread calls `end`, and waiting threads sleep
+until then: this class is enough. If an operation makes progress only when polled (requests of MPI;
+torch's work, which must be waited for in slices), a subclass overrides `_poll` and `_await`.
 
-A child that was forked while a request was pending has none of the threads that could end it: there
-it counts as done, and every `wait` raises `UsageError`.
+In a child process that was forked while a request was pending no thread can end it: there it counts
+as done, and every `wait` raises `UsageError`.
 
 Threads: every method, from any thread, at any time.
 """
@@ -37,7 +36,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 def seconds_until(limit: float | None) -> float | None:
-    """Return how long it is until `limit` (`time.monotonic`), 0 where it is over; None for none."""
+    """Return the seconds until `limit` (`time.monotonic`), at least 0; None without a limit."""
     if limit is None:
         return None
     return min(max(0.0, limit - time.monotonic()), threading.TIMEOUT_MAX)
@@ -47,11 +46,11 @@ class Request:
     """A pending operation (see the module's text).
 
     Args:
-        keep: What must live as long as it is pending: the tensors.
+        keep: Objects to keep alive while it is pending: the tensors.
 
     Attributes:
-        ended: Whether it has ended, well or badly.
-        error: What it ended with; None while it is pending, or if it went well.
+        ended: Whether it has ended, successfully or not.
+        error: The error it ended with; None while it is pending, or after a success.
         source: Group rank of the sender of a finished receive; -1 otherwise.
     """
 
@@ -65,15 +64,15 @@ class Request:
 
     def __init__(self, keep: object = None) -> None:
         self._keep = keep
-        self._lock = threading.Lock()  # of the ending
-        self._over: threading.Event | None = None  # made by the first who sleeps
+        self._lock = threading.Lock()  # held while it ends
+        self._over: threading.Event | None = None  # made by the first thread that sleeps
         self._forks = _forks
         self.ended = False
         self.error: Exception | None = None
         self.source = -1
 
     def end(self, error: Exception | None = None, source: int = -1) -> bool:
-        """End it, and wake who waits; False if it had ended already, which changes nothing."""
+        """End it and wake waiting threads; return False, without effect, if it had ended."""
         with self._lock:
             if self.ended:
                 return False
@@ -87,7 +86,7 @@ class Request:
         return True
 
     def done(self) -> bool:
-        """Tell, without blocking, whether it has ended, well or badly."""
+        """Return, without blocking, whether it has ended, successfully or not."""
         if not self.ended:
             if self._left_behind():
                 return True
@@ -98,7 +97,7 @@ class Request:
         """Wait until it has ended; raise its error, if it has one.
 
         Returns:
-            True if it ended; False if `timeout_s` passed first (the operation goes on).
+            True if it ended; False if `timeout_s` passed first (the operation continues).
         """
         if not self.ended:
             if self._left_behind():
@@ -113,18 +112,18 @@ class Request:
         return True
 
     def wait_aside(self) -> None:
-        """As `wait`, on a thread whose core others of the rank may want: let nobody spin on it."""
+        """Wait without spinning, on a helper thread that must not occupy a core."""
         self.wait()
 
     def _left_behind(self) -> bool:
-        """Tell whether this process was forked since, so that a pending request never ends here."""
+        """Return whether this process was forked since, so that no thread can end the request."""
         return self._forks != _forks
 
     def _poll(self) -> None:
         """Make what progress can be made without blocking."""
 
     def _await(self, limit: float | None) -> bool:
-        """Block until it has ended, or until `limit` (`time.monotonic`); tell whether it has."""
+        """Block until it has ended, or until `limit` (`time.monotonic`); return whether it has."""
         with self._lock:
             if self.ended:
                 return True
@@ -150,7 +149,7 @@ def used_in_stream(memory: torch.Tensor) -> None:
 
 
 def finished(source: int = -1) -> Request:
-    """Return the request of what was complete at once."""
+    """Return the request of an operation that was completed at once."""
     request = Request()
     request.end(source=source)
     return request

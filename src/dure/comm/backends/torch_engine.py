@@ -1,19 +1,19 @@
 """Torch's own process groups as engines: Gloo, NCCL, and any other `Backend` object of torch.
 
-Torch's classes are used as plain objects: nothing of torch.distributed's global state is touched,
-and `torch.distributed.init_process_group` is never called. `EngineGroup` makes a backend of them.
+Torch's classes are used as plain objects: the global state of torch.distributed is not touched, and
+`torch.distributed.init_process_group` is never called. `EngineGroup` makes a backend of them.
 
 Gloo cannot abort. But a receive that times out makes it close all connections of its group, which
-ends what is pending here and shows the peers that this rank has gone; so that is how a group is
-left in haste, with a receive that times out at once.
+ends pending operations here and shows the peers that this rank has left. So a group is aborted by a
+receive that times out at once.
 
-Gloo takes its peers' addresses from a store, of torch's kind, and waits there for them. It gets one
-that is not shared: the addresses travel with what else the ranks tell each other about the group
-(`GlooOpening`). All ranks of one host: loopback; otherwise the interface that routes to the store
-(store/address.py). NCCL finds its peers through our store, which it sees as one of torch's.
+Gloo reads its peers' addresses from a store of torch's kind, and waits there for them. It gets one
+that is not shared: the addresses are part of the exchange in which the ranks create the group
+(`GlooOpening`). They are loopback addresses if all ranks are on one host; otherwise those of the
+interface that routes to the store (store/address.py). NCCL uses Dure's store through an adapter.
 
-All ranks of a group are connected when it is made. Not at its first use: what a rank that is not
-connected cannot see is that a peer has died (docs/decisions/0009-hosts.md).
+All ranks of a group are connected when it is made, not at its first use: a rank that is not
+connected cannot see that a peer has died (docs/decisions/0009-hosts.md).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _POISON_TAG = 0x7FFFFFF0
 _LOOK_S = 0.05
 _ADDRESS = "engine/address"
 _UNCONNECTED = "engine/unconnected"
-"""Set by the first rank that could not connect, so that the others do not wait any longer."""
+"""Set by the first rank that could not connect, so that the others stop waiting."""
 _OF_A_PEER = (CommTimeout, PeerLost)
 _OPS = {
     name: getattr(c10d.ReduceOp, name)
@@ -57,10 +57,10 @@ _OPS = {
 
 
 class EngineCalls:
-    """What is wanted of an engine. Each call starts its work at once and blocks on no peer.
+    """The calls of an engine. Each starts its work at once and does not wait for peers.
 
     Tensors are flat, contiguous, not empty, and of one length on all ranks; `op` is the name of a
-    reduction. RuntimeError is what engines raise; its text is all there is to go by.
+    reduction. Engines raise RuntimeError.
     """
 
     name: str
@@ -72,7 +72,7 @@ class EngineCalls:
     native_floats: bool
     """It reduces floats of 16 bits, and averages floats."""
     any_source: bool
-    """It can receive from just anyone."""
+    """It can receive from any rank."""
 
     def __init__(self, engine: Engine, options: BackendOptions) -> None:
         self._engine = engine
@@ -125,7 +125,7 @@ class EngineCalls:
         return self._engine.send([wire], dst, tag)
 
     def recv(self, wire: torch.Tensor, src: int | None, tag: int) -> EngineWork:
-        """Receive from `src`, or from anyone."""
+        """Receive from `src`, or from any rank if None."""
         if src is None:
             return self._engine.recv_anysource([wire], tag)
         return self._engine.recv([wire], src, tag)
@@ -190,7 +190,7 @@ class _Gloo(EngineCalls):
     # To leave in order: connections close when the last reference to the engine is gone.
 
     def break_off(self) -> None:
-        """Let a receive time out at once: see the text of this module."""
+        """Close the connections by a receive that times out at once."""
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for peer in self._peers:
             try:
@@ -223,9 +223,9 @@ class _Nccl(EngineCalls):
 
 
 class _StoreBridge(c10d.Store):
-    """Our store, as torch's classes want to see one.
+    """Dure's store as a store of torch's kind.
 
-    C++ keeps only its own half of such an object. If Python's half is collected, calls from C++
+    C++ keeps only the C++ part of such an object. If the Python part is collected, calls from C++
     fail; so the backend keeps the bridge, and the bridge its clones.
     """
 
@@ -278,7 +278,7 @@ class _StoreBridge(c10d.Store):
 
 
 class _Addresses(c10d.Store):
-    """What Gloo takes for a store: its own address goes out, and those of all ranks come in."""
+    """A store for Gloo: it receives this rank's address, and returns those of all ranks."""
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -299,7 +299,7 @@ class _Addresses(c10d.Store):
 
 
 class GlooOpening:
-    """This rank's part of a Gloo group that is coming about (see `registry.Opening`).
+    """This rank's part of a Gloo group that is being created (see `registry.Opening`).
 
     Torch's class returns when it is connected, and asks for the addresses in between: so it is made
     on a thread, which ends when it is connected or the opening withdrawn.
@@ -344,8 +344,8 @@ class GlooOpening:
     def connect(self, offers: Sequence[bytes]) -> None:
         """See `Opening.connect`.
 
-        A rank that comes when the others have given up does not begin: Gloo would end its process,
-        and theirs.
+        A rank that calls after the others have given up does not connect: Gloo would end its
+        process and theirs.
         """
         if not self._options.store.check([_UNCONNECTED]):
             self._addresses.all.set_result(offers)
@@ -358,7 +358,7 @@ class GlooOpening:
         """
         options, late = self._options, time.monotonic() + self._options.timeout.total_seconds()
         while not wait([self._engine], _LOOK_S).done:
-            # It also looks whether the members live.
+            # `check` also raises if a member has died.
             if options.store.check([_UNCONNECTED]) or time.monotonic() > late:
                 raise self._unconnected(None)
         if (error := self._engine.exception()) is not None:
@@ -374,8 +374,8 @@ class GlooOpening:
         """Return the error for ranks that could not connect.
 
         Args:
-            error: What the engine says; None: another rank has failed, or time is up. The thread
-                that connects goes on then until it ends by itself: Gloo tries five times.
+            error: The engine's error. None if another rank has failed, or time is up: then the
+                connecting thread continues until Gloo has tried five times.
         """
         options, took_s = self._options, time.monotonic() - self._began
         options.store.set(_UNCONNECTED, "")
@@ -422,7 +422,7 @@ class GlooOpening:
 
 def _make_gloo(cls: Any, addresses: _Addresses, rank: int, size: int, settings: object) -> Engine:
     engine = cls(addresses, rank, size, settings)
-    # Who is done may end at once: a rank still shaking hands takes that for a failure.
+    # A rank that is connected may end at once, which would be a failure to one that is not yet.
     engine.barrier().wait()
     return engine
 
@@ -483,7 +483,7 @@ def _connect(name: str, make: Callable[[], Engine], options: BackendOptions) -> 
 
 
 def _own_address(options: BackendOptions) -> str:
-    """Return the address peers can reach this rank at: loopback if all are on this host."""
+    """Return the address at which peers reach this rank: loopback if all are on this host."""
     if chosen := chosen_address("GLOO_SOCKET_IFNAME"):
         return chosen
     return "127.0.0.1" if len({*options.hosts}) == 1 else outward_address(options.store)

@@ -1,14 +1,14 @@
 """Verification of a foreign engine's collectives: the ranks compare their calls before data move.
 
-Our own backends compare calls as they begin; an engine such as Gloo does not, and answers a
-mismatch with wrong numbers, an abort or a hang. `VerifyingBackend` stands before any backend, where
-the user asks for it (`wanted`): a tool to find a mistake with, not one to train with.
+Dure's own backends compare calls as they begin; an engine such as Gloo does not, and a mismatch
+gives wrong numbers, an abort or a hang. `VerifyingBackend` wraps any backend if the user asks for
+it (`wanted`): for finding a mistake, not for training.
 
 Before each collective the ranks gather each other's *headers*: the fingerprint of the call and the
-line of the program that made it. They gather them in a Gloo group of their own, in which nothing
-else is called, so that no mismatch can reach it. All read the same, so all raise the same `Desync`,
-or go on to the engine. Where ranks differ, or a rank does not come, the group is broken: later
-calls raise the same error.
+line of the program that made it. They use a separate Gloo group for that, so that a mismatch cannot
+reach it. All ranks read the same headers, so all raise the same `Desync`, or all call the engine.
+After a difference, or when a rank did not call, the group is broken: later calls raise the same
+error.
 
 **Asynchronous calls** must not wait for peers, so their headers are gathered on the thread of an
 ordered queue; later calls queue behind them.
@@ -56,8 +56,8 @@ class VerifyingBackend:
     """A backend whose collectives are compared before data move (see the module's text).
 
     Args:
-        inner: What moves the data. It must not be used by anybody else.
-        options: What it was made from.
+        inner: The backend that moves the data. Nothing else may use it.
+        options: Of the group.
 
     Collective:
         All ranks of the group make one.
@@ -98,7 +98,7 @@ class VerifyingBackend:
             if record is not None:
                 self._state.adopt(record)
                 if record.kind == "CommTimeout":
-                    self._inner.close(True)  # so that nobody goes on waiting in the engine
+                    self._inner.close(True)  # end waits in the engine
                 raise record.error(**self._state.where(call.op, self._num, began))
             with self._engine:
                 return self._inner.run(call, True)
@@ -106,9 +106,9 @@ class VerifyingBackend:
         return self._queue.run(verified, async_op)
 
     def _compare(self, call: Call, site: str) -> AbortRecord | None:
-        """Compare `call` with those of the others; return what breaks the group, if anything."""
-        said = Header(fingerprint(call, self._rank, self._size), site, self._num)
-        mine = torch.frombuffer(bytearray(said.pack()), dtype=torch.uint8)
+        """Compare `call` with those of the other ranks; return a record if they differ."""
+        header = Header(fingerprint(call, self._rank, self._size), site, self._num)
+        mine = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
         gathered = mine.new_empty((self._size, mine.numel()))
         try:
             gather = Call(op="all_gather_single", inputs=(mine,), outputs=(gathered,))
@@ -122,20 +122,20 @@ class VerifyingBackend:
         return record
 
     def _explain(self, error: DureError) -> AbortRecord:
-        """Return why headers did not come, with what is known beyond what the engine says."""
+        """Return why headers did not arrive, with more detail than the engine's error has."""
         record = AbortRecord.of(error)
         if record.missing:
             called = record.missing if self._last else ()
             last = {r: f"#{self._num - 1} {self._last[r].text()}" for r in called}
-            said = "; ".join(f"the last call of rank {r} was {text}" for r, text in last.items())
-            said = said or "they have called nothing"
-            record = msgspec.structs.replace(record, whereabouts=last, seen=said)
+            seen = "; ".join(f"the last call of rank {r} was {text}" for r, text in last.items())
+            seen = seen or "they have called nothing"
+            record = msgspec.structs.replace(record, whereabouts=last, seen=seen)
             with suppress(StoreError):
-                self._store.set(_RECORD, record.text())  # for those who come too late
+                self._store.set(_RECORD, record.text())  # for ranks that are late
         return self._ask(record) if record.kind == "PeerLost" else record
 
     def _ask(self, record: AbortRecord) -> AbortRecord:
-        """Ask the store why a peer was lost: it knows who gave up, and whose process has ended."""
+        """Look in the store why a peer was lost: its rank gave up, or its process has ended."""
         until = time.monotonic() + (_DEATH_S if record.peer is None else 0.0)
         while True:
             try:
@@ -152,7 +152,7 @@ class VerifyingBackend:
             time.sleep(_DEATH_S / 10)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
-        """Pass it on: messages are not compared, for their two ends need not come together."""
+        """Send without a comparison: the two ends of a message need not call together."""
         with self._engine:
             request = self._inner.send(tensor, dst, tag, True)
         if async_op or request is None:

@@ -1,7 +1,7 @@
 """`ProcessGroup`: a set of ranks that communicate.
 
-`spec` is what a group is to be; `core` is membership, and how an operation is run; `operations` is
-what the ranks can do, and has the fast path.
+`spec` has the arguments from which a group is made; `core` has membership, and how an operation is
+run; `operations` has the operations and their fast path.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Lines at DEBUG about what calls do: one when a class of calls first takes a way.
+"""Lines at DEBUG that report how calls run: one for the first call of each class.
 
 A class is an operation on a group, with its dtype, reduction and size (within a factor of four).
-The fast path of the engine reports nothing, so `watch` adds a hook, with which every call takes the
-slow path (see group/operations.py). The hook is added when a group is made while the logger
-"dure.comm" is at DEBUG; without it a call costs nothing more. The level must be one of "dure.comm"
-or "dure" itself: a program whose root logger is at DEBUG has not asked for slower calls.
+The engine's fast path reports nothing, so `watch` adds a hook, with which every call takes the slow
+path (see group/operations.py). The hook is added when a group is made while the logger "dure.comm"
+is at DEBUG; without it calls are not slower. The level must be that of "dure.comm" or "dure": a
+root logger at DEBUG does not make calls slower.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def watch() -> None:
 
 @logs.never_fails
 def note(group: str, size: int, backend: Backend, call: Call, async_op: bool) -> None:
-    """Write a line if the call is the first of its class, or takes another way than before."""
+    """Write a line if the call is the first of its class, or runs in another way than before."""
     if _hook not in trace.hooks:
         return
     if not _is_wanted():

@@ -1,9 +1,9 @@
 """One thread at a time inside the synchronous collectives of a channel.
 
 Calls of two threads at once have no order, and may match another thread's call on another rank. So
-the second thread is refused, and its rank leaves the group when the first thread's call has
-finished. A thread that only starts an operation, or waits for one, is not inside a call. The engine
-of `shm` does the same by itself, and more (csrc/core/threads.cpp).
+the second call is refused, and its rank leaves the group when the first thread's call has finished.
+A thread that only starts an operation, or waits for one, is not inside a call. The engine of `shm`
+has its own check (csrc/core/threads.cpp).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable
 
 from dure.comm.call import call_site
 
-__all__ = ["CallingThread", "Crossed", "Hold"]
+__all__ = ["CallingThread", "Crossed", "ExclusiveCall"]
 
 
 class Crossed(Exception):
-    """A thread called while another one was inside a call; its text names both."""
+    """A thread called while another one was inside a call; the text names both."""
 
 
 class CallingThread:
     """The thread inside a synchronous call of a channel.
 
     Attributes:
-        crossed: Which two threads were inside calls at once; "" if none were.
+        crossed: A text that names two threads that were inside calls at once; "" if none were.
 
     Threads: every method, from any thread; one operation of a dictionary each, so that no lock is
     needed.
@@ -60,8 +60,8 @@ class CallingThread:
         self._inside.pop(0, None)
 
 
-class Hold:
-    """What `GroupCore.hold` returns; not a generator, so that call sites are the program's."""
+class ExclusiveCall:
+    """The context manager of `GroupCore.hold`; a generator would hide the program's call site."""
 
     def __init__(self, enter: Callable[[], bool], leave: Callable[[], None]) -> None:
         self._enter, self._leave = enter, leave

@@ -1,22 +1,21 @@
-"""What every operation of a process group shares: membership, and how it is run.
+"""The part of a process group that all operations share: membership, and how one is run.
 
 Every operation takes three steps (the *slow path*):
 
-1. *check*: what this rank alone can know to be wrong raises here, before anything is sent;
-2. *plain memory*: tensors the backend cannot take as they are (strided views, conjugates) are
-   copied to contiguous ones, and results copied back once the operation has ended;
+1. *check*: errors that this rank alone can find are raised, before anything is sent;
+2. *plain memory*: tensors that the backend cannot take (strided views, conjugates) are copied to
+   contiguous ones, and results are copied back once the operation has ended;
 3. *issue*: the operation gets its number in the group and its trace event, and the backend runs
-   it, at once or, with ``async_op=True``, behind the `Work` that is returned.
+   it: at once, or with ``async_op=True`` in the background of the returned `Work`.
 
-The *fast path* (group/operations.py) skips all three: a call on plain tensors that nobody traces
-goes straight to the engine, which makes the same checks in one look at the tensor
-(csrc/bindings/plain.cpp).
+The *fast path* (group/operations.py) skips all three: a call on plain tensors that is not traced is
+passed to the engine, which makes the same checks (csrc/bindings/plain.cpp).
 
-Every operation is noted by the flight recorder (`trace.flight`): by the backend where it keeps a
-ring of its own (a true attribute `keeps_records`), else here.
+The flight recorder (`trace.flight`) notes every operation: in the backend's own ring if it has one
+(a true attribute `keeps_records`), else here.
 
 Ranks are group ranks here; the public functions of `collectives` and `point_to_point` translate
-global ranks on one line each.
+global ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ import torch
 
 from dure import trace
 from dure.comm import checks, overlap
-from dure.comm.backends.base import Backend, Footprint, PlainBackend, channel_name
+from dure.comm.backends.base import Backend, PlainBackend, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
 from dure.comm.capture import has_no_values, refuse_if_captured
 from dure.comm.group import call_log
-from dure.comm.group.calling_thread import CallingThread, Crossed, Hold
+from dure.comm.group.calling_thread import CallingThread, Crossed, ExclusiveCall
 from dure.comm.group.spec import GroupSpec
 from dure.comm.profiling import operation, profiler
 from dure.comm.work import Work
@@ -52,7 +51,7 @@ from dure.trace.record import MESSAGES
 
 
 @dataclass(slots=True)
-class _Manager:
+class _Coalescing:
     """The coalescing manager that a thread is inside."""
 
     works: list[Work]
@@ -71,27 +70,26 @@ def started(work: Work | None) -> Work:
 
 
 class GroupCore:
-    """Who is in a group, and how an operation of it is checked, numbered, traced and run.
+    """The members of a group, and how an operation of it is checked, numbered, traced and run.
 
     Attributes:
         group_name: The same on all ranks.
         global_ranks: Global rank of each group rank.
         timeout: How long an operation waits for its peers.
-        creation_timeout: How long the creation of groups that are made from it waits for members,
-            where the program gives no timeout.
-        store: The group's own key space.
+        creation_timeout: The default timeout for the creation of groups that are made from it.
+        store: The group's key space in the store.
         group_rank_of: Group rank of each global rank.
         device_types: Kinds of device whose tensors it takes.
-        desc: What the group is for, as the user described it.
+        desc: The user's description of the group.
         num_monitored: How many monitored barriers this rank has begun.
         monitored_keys: For each of the last monitored barriers, keys that may be in the store.
         num_attempts: How many attempts to shrink the group this rank has begun.
-        belongings: What others keep with the group, by its type; it goes when the group is closed.
+        belongings: Objects that other modules keep with the group, by type, until it is closed.
         companions: Groups that other modules made for this one; they are destroyed with it.
     """
 
     in_torch = False
-    """Whether torch.distributed calls it, which has records of its own in a profile."""
+    """Whether torch.distributed calls it, which makes its own records in a profile."""
 
     def __init__(
         self,
@@ -113,7 +111,7 @@ class GroupCore:
         takes_meta = any("meta" in b.device_types for b in backends.values())
         self.device_types = frozenset([*backends, "meta"] if takes_meta else backends)
         self._use(backends)
-        self._manager: _Manager | None = None
+        self._manager: _Coalescing | None = None
         self._caller = CallingThread()
         self.closed, self._failed = False, False
         self.belongings: dict[type, Any] = {torch.device: spec.device_id}
@@ -130,7 +128,7 @@ class GroupCore:
         self._plain = self._engine
 
     def _open_ring(self) -> flight.FlightRing | None:
-        """Make a flight recorder for backends that have none of their own."""
+        """Make a flight recorder for backends without one."""
         without = dict.fromkeys(b.name for b in self._backends.values() if not _records(b))
         if not without:
             return None
@@ -154,25 +152,25 @@ class GroupCore:
     # ---------------------------------------------------------------- its channels
 
     def channel(self, index: int) -> Self:
-        """Return one of the two channels of the group: the same ranks, with an order of its own.
+        """Return one of the two channels of the group: the same ranks, with a separate order.
 
-        A group has two orders of calls. Within a channel operations run in the order of their
-        calls; what is called on one does not wait for what is called on the other. So a program can
-        gather on one while it reduces on the other, from one thread or from two. Channel 0 is the
-        group itself. The other is used as a group is: its methods, or as the `group` of the public
-        functions. Messages and memory belong to both alike; closing either closes both; in errors
-        and records channel 1 of the group G is called ``G[1]``.
+        Within a channel operations run in the order of their calls; operations of one channel do
+        not wait for those of the other. So a program can gather on one while it reduces on the
+        other, from one thread or from two. Channel 0 is the group itself. Channel 1 is used like a
+        group: by its methods, or as the `group` of the public functions. Both channels share
+        messages and memory, and closing one closes both. In errors and records channel 1 of the
+        group G is called ``G[1]``.
 
         Args:
             index: 0 or 1.
 
         Collective:
-            Calls of each channel in one order on all ranks; of calls on different channels ranks
-            need no common order, and agree on none. If several threads call on one channel, their
-            order is the program's. Orders that differ between ranks are a `Desync`, which names the
-            threads. A thread that calls while another one is inside a call is refused, and the
-            group is broken. On `shm` this method is local. If the backend has only one order, all
-            ranks must call it, and its first call makes a second backend, as making a group does.
+            All ranks call in the same order on each channel; the order between channels may differ.
+            If several threads call on one channel, the program must order them: orders that differ
+            between ranks are a `Desync`, which names the threads, and a call while another thread
+            is inside one is refused and breaks the group. On `shm` this method is local. If the
+            backend has only one order, all ranks must call this method, and the first call makes a
+            second backend, as making a group does.
 
         Threads:
             From any thread, at any time.
@@ -230,20 +228,14 @@ class GroupCore:
         return ",".join(f"{d}:{b.name}" for d, b in sorted(self._backends.items()))
 
     @property
-    def footprints(self) -> list[Footprint]:
-        """What its backends hold in this process."""
-        backends = {id(b): b for b in self._backends.values()}.values()
-        return [getattr(b, "footprint", Footprint()) for b in backends]
-
-    @property
     def details(self) -> str:
-        """What its backends have chosen, as text for the log."""
+        """The choices of its backends, as text for the log."""
         backends = {id(b): b for b in self._backends.values()}.values()
         return "; ".join(text for b in backends if (text := getattr(b, "details", "")))
 
     @property
     def group_desc(self) -> str:
-        """What the group is for, as the user described it; "undefined" if not at all."""
+        """The user's description of the group; "undefined" if there is none."""
         return self.desc if self.desc != self.group_name else "undefined"
 
     @property
@@ -284,14 +276,14 @@ class GroupCore:
         return rank
 
     def peer(self, global_rank: int | None, group_rank: int | None, op: str, what: str) -> int:
-        """Return the group rank meant by a pair of arguments such as `src` and `group_src`."""
+        """Return the group rank for a pair of arguments such as `src` and `group_src`."""
         if group_rank is None and type(global_rank) is int:
             rank = self.group_rank_of.get(global_rank)
             if rank is not None:
                 return rank
         if (global_rank is None) == (group_rank is None):
             raise UsageError(
-                f"give either {what} (a global rank) or group_{what} (a rank of the group)",
+                f"pass either {what} (a global rank) or group_{what} (a rank of the group)",
                 op=op,
                 group=self.group_name,
             )
@@ -308,13 +300,13 @@ class GroupCore:
         return group_rank
 
     def root(self, global_rank: int | None, group_rank: int | None, op: str, what: str) -> int:
-        """Return as `peer` does; the group's first rank where neither is given."""
+        """Return as `peer` does; the group's first rank if neither is passed."""
         if global_rank is None and group_rank is None:
             return 0
         return self.peer(global_rank, group_rank, op, what)
 
     def source(self, src: int | None, group_src: int | None, op: str) -> int | None:
-        """Return as `peer` does; None, for anyone, where neither is given."""
+        """Return as `peer` does; None, for any rank, if neither is passed."""
         if src is None and group_src is None:
             return None
         return self.peer(src, group_src, op, "src")
@@ -327,7 +319,7 @@ class GroupCore:
             group.group_rank_of = {g: r for r, g in enumerate(global_ranks)}
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long operations wait for their peers, where the backend can change it."""
+        """Change how long operations wait for their peers, if the backend can change it."""
         timeout = checks.duration(timeout, "set_timeout")
         for group in self._channels:
             group.timeout = group.creation_timeout = timeout
@@ -337,11 +329,11 @@ class GroupCore:
                     change(timeout)
 
     def gone(self, rank: int) -> bool:
-        """Tell whether `rank` is known to have died, or left; backends that cannot know say no."""
+        """Return whether `rank` is known to have died or left; False if the backend cannot know."""
         return self._ask("gone", rank)
 
     def silent(self, rank: int) -> bool:
-        """Tell whether `rank` may live and cannot be heard of; backends that cannot know say no."""
+        """Return whether `rank` cannot be reached and may have died; False if it is not known."""
         return self._ask("silent", rank)
 
     def _ask(self, question: str, rank: int) -> bool:
@@ -351,10 +343,7 @@ class GroupCore:
     # ---------------------------------------------------------------- how an operation is run
 
     def together(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-        """Start the asynchronous messages of the block together, so that none waits for another.
-
-        `tensors` are what they send and receive.
-        """
+        """Start the asynchronous messages of the block, on `tensors`, as one batch."""
         in_stream = {d: b for d, b in self._backends.items() if getattr(b, "in_stream", False)}
         if not in_stream or self.closed:
             return nullcontext()
@@ -387,7 +376,7 @@ class GroupCore:
         """Check a call on the user's tensors.
 
         Returns:
-            Its backend, the call on plain memory, and what copies the results back.
+            Its backend, the call on plain memory, and a function that copies the results back.
         """
         try:
             inputs, outputs = call.inputs, call.outputs
@@ -431,10 +420,10 @@ class GroupCore:
     def _start(
         self, backend: Backend, call: Call, deferred: bool, finish: checks.Finish | None
     ) -> tuple[Request | None, Callable[[BaseException | None], None]]:
-        """Number, trace and start an operation; one that is not `deferred` is over then.
+        """Number, trace and start an operation; unless it is `deferred`, wait for it.
 
         Returns:
-            Its request, and what is to be told how it ended (and has been, where it is over).
+            Its request, and a function to call when it ends, which was called if it has.
         """
         self.seq += 1
         event = None
@@ -472,7 +461,7 @@ class GroupCore:
             return self._start(backend, call, deferred, finish)
 
     def _enter(self, op: str, waits: bool) -> bool:
-        """Refuse a collective while another thread is inside a call; see `CallingThread.enter`."""
+        """Refuse a collective while another thread is in a call; see `CallingThread.enter`."""
         try:
             return self._caller.enter(waits)
         except Crossed as seen:
@@ -488,20 +477,20 @@ class GroupCore:
             ) from None
 
     def _leave(self) -> None:
-        """End what `_enter` began; leave the group if a second thread was refused since."""
+        """Undo `_enter`; leave the group if a second thread was refused since."""
         self._caller.leave()
         if self._caller.crossed:
             for group in self._channels:
                 for backend in group._backends.values():
                     backend.close(False)
 
-    def hold(self, op: str) -> Hold:
+    def hold(self, op: str) -> ExclusiveCall:
         """Return a context in which other threads cannot call collectives of this channel.
 
         Raises:
             UsageError: Another thread is inside a call.
         """
-        return Hold(partial(self._enter_block, op), self._leave_block)
+        return ExclusiveCall(partial(self._enter_block, op), self._leave_block)
 
     def _enter_block(self, op: str) -> bool:
         if self._engine is None:
@@ -519,29 +508,26 @@ class GroupCore:
 
     @property
     def copies(self) -> object | None:
-        """How the ranks of a host copy, and a line's way from core to core, as text.
-
-        A `CopyPlan` (comm/backends/shm/copying.py) where the group is shared memory's alone.
-        """
+        """The `CopyPlan` (comm/backends/shm/copying.py) of a group of shared memory; else None."""
         return getattr(self._only, "copies", None)
 
     @property
     def coalesced(self) -> list[Work] | None:
-        """Where operations go that are to be waited for together; None outside a manager."""
+        """The operations of the coalescing manager; None outside of one."""
         return None if self._manager is None else self._manager.works
 
     @coalesced.setter
     def coalesced(self, works: list[Work] | None) -> None:
-        self._manager = None if works is None else _Manager(works, threading.get_ident())
+        self._manager = None if works is None else _Coalescing(works, threading.get_ident())
         self._plain = self._engine if works is None else None
 
-    def _own_manager(self) -> _Manager | None:
+    def _own_manager(self) -> _Coalescing | None:
         """Return the coalescing manager, if this thread is inside it."""
         manager = self._manager
         return manager if manager is not None and manager.thread == threading.get_ident() else None
 
     def refuse_coalescing(self, op: str, what: str, seen: str) -> None:
-        """Raise in a coalescing manager, for an operation that needs an answer midway."""
+        """Raise inside a coalescing manager, for an operation of several steps."""
         if self._manager is not None:
             raise UsageError(
                 what,
@@ -552,7 +538,7 @@ class GroupCore:
             )
 
     def _plain_work(self, op: str, started: object, output: torch.Tensor | None) -> Work | None:
-        """Hand out the `Work` of a plain call that was started, or raise its error."""
+        """Return the `Work` of a plain call that was started, or raise its error."""
         if isinstance(started, Outcome):
             raise self._plain_error(started)
         self.seq += 1
@@ -572,7 +558,7 @@ class GroupCore:
         noted: flight.Noted | None,
         error: BaseException | None,
     ) -> None:
-        """Tell whoever listens, and the flight recorder, that an operation is over."""
+        """Notify hooks and the flight recorder that an operation has ended."""
         if noted is not None:
             flight.FlightRing.end(noted, error)
         if event is not None:
@@ -581,11 +567,11 @@ class GroupCore:
 
     @property
     def sound(self) -> bool:
-        """Whether it is open, and no operation that this rank has waited for has failed."""
+        """Whether it is open, and no operation for which this rank has waited has failed."""
         return not any(group.closed or group._failed for group in self._channels)
 
     def note_error(self, error: BaseException | None) -> None:
-        """Tell the flight recorder of a failed operation."""
+        """Report a failed operation to the flight recorder."""
         if isinstance(error, DureError):
             self._failed = True
             flight.on_error(error, self.global_ranks[self._rank])
@@ -608,7 +594,11 @@ class GroupCore:
         )
 
     def close(self, abort: bool = False) -> None:
-        """Leave the group: pending work ends with `Aborted`; later calls raise `UsageError`."""
+        """Leave the group: pending operations end with `Aborted`, later calls raise `UsageError`.
+
+        Args:
+            abort: If True, do not wait for peers, which see the group as broken.
+        """
         if self.closed:
             return
         with self._channel_lock:
@@ -628,16 +618,16 @@ class GroupCore:
             raise first
 
     def shutdown(self) -> None:
-        """Leave the group as `destroy_process_group` does, but keep its place in the world."""
+        """Leave the group as `destroy_process_group` does, but keep it in the list of groups."""
         self.close()
 
     def abort(self) -> None:
-        """Leave the group at once: what is pending ends with `Aborted`, here and on the peers."""
+        """Leave the group at once: pending operations end with `Aborted`, here and on peers."""
         self.close(abort=True)
 
 
 def _records(backend: Backend) -> bool:
-    """Tell whether a backend notes its operations for the flight recorder itself."""
+    """Return whether a backend notes its operations for the flight recorder itself."""
     return getattr(backend, "keeps_records", False)
 
 

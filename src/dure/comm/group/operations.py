@@ -1,31 +1,30 @@
-"""The operations of a process group, as far as one rank sees them: checks, memory, the call.
+"""The operations of a process group.
 
 *The fast path.* A call on plain tensors (contiguous, on the CPU, of a real dtype; see
-csrc/bindings/tensor.h) goes straight to the engine, which makes the checks of the slow path in one
-look at the tensor: no list, no closure, no object is made on the way, but the request and the
-`Work` of an asynchronous call. What the engine declines, having done nothing, takes the slow path;
-so does everything in a coalescing manager, and on backends without plain calls. The lines of the
-fast path are the same in every operation, and written out because a helper would cost as much as
-the rest; for the same reason these methods hold no closures, whose cells cost at every call.
+csrc/bindings/tensor.h) is passed to the engine, which makes the checks of the slow path. Python
+makes no objects for it, except the request and the `Work` of an asynchronous call. The engine
+declines other calls without doing anything, and they take the slow path; so do all calls in a
+coalescing manager, and on backends without plain calls. The lines of the fast path are repeated in
+every operation because a helper would cost as much as the rest; for the same reason these methods
+have no closures, whose cells cost time at every call.
 
 The engine also declines every call while a hook listens (dure.trace) or one of torch's profilers
-runs (profiling.py), and while a graph is captured, which the slow path refuses by name
-(capture.py).
+runs (profiling.py), and while a graph is captured, which the slow path refuses (capture.py).
 
 *Versions.* With ``counts=True`` an operation increments the versions of the tensors that it writes,
 so that autograd detects the write, as with `Tensor.add_`. The public functions use it, since their
 tensors are the program's; Dure's own buckets and unsharded parameters must not be counted. On the
 fast path the engine does this, in nanoseconds.
 
-*The slow path* says what this rank alone can know to be wrong, turns odd tensors into plain memory,
-and makes the `Call` that the backend runs (group/core.py).
+*The slow path* checks the arguments, copies other tensors to plain memory, and makes the `Call`
+that the backend runs (group/core.py).
 
 Messages between one pair of ranks with one tag arrive in the order they were sent; a receive
-without a source takes the first message with its tag, whoever sent it.
+without a source takes the first message with its tag, of any sender.
 """
 
 # pyright: reportUnnecessaryComparison=false
-# (what users pass is what is looked at)
+# (programs may pass arguments of other types)
 
 from __future__ import annotations
 
@@ -50,13 +49,12 @@ from dure.errors import CopyError, UsageError
 
 
 class ProcessGroup(GroupCore):
-    """The ranks of one group, seen from one of them.
+    """A set of ranks that communicate; this object is one rank's part.
 
     All ranks must call the collectives of a group in the same order. Groups are independent of
     each other, and point-to-point messages are independent of collectives. A group has a second
-    order of calls: see `channel`. Ranks given to methods are group ranks; those of the public
-    functions (`dure.broadcast`, ...) are global ranks. What an operation does, its shapes and its
-    cost are told there.
+    order of calls: see `channel`. The methods take group ranks; the public functions
+    (`dure.broadcast`, ...) take global ranks, and document each operation with its shapes and cost.
 
     Threads: `Work` objects may be used from any thread. Tensors belong to an operation until it has
     ended.
@@ -128,7 +126,7 @@ class ProcessGroup(GroupCore):
                 return None
             if done:
                 return self._plain_work("all_reduce", done, output)
-        checks.check_memory(input, "all_reduce")  # the copy of a DTensor would say less
+        checks.check_memory(input, "all_reduce")  # a clearer error than that of the copy
         output.copy_(input)
         return self.all_reduce(output, op, async_op)
 
@@ -398,10 +396,10 @@ class ProcessGroup(GroupCore):
         return work
 
     def announce_groups(self, members: int, timeout: timedelta) -> None:
-        """Find out whether all ranks make the same groups now, where the backend compares calls.
+        """Check that all ranks make the same groups, if the backend compares calls.
 
         Args:
-            members: Who is in them (`call.members_code`).
+            members: A code of the members (`call.members_code`).
             timeout: How long to wait for the other ranks; it may be longer than operations wait.
 
         Raises:
@@ -422,7 +420,7 @@ class ProcessGroup(GroupCore):
     # ---- memory ----------------------------------------------------------------------------------
 
     def allocate(self, op: str, nbytes: int, node_shared: bool) -> torch.Tensor | None:
-        """Allocate as `Backend.allocate` does; a group of one shares a tensor of its own."""
+        """Allocate as `Backend.allocate` does; in a group of one rank, an ordinary tensor."""
         backend = self._backend(op)
         if nbytes == 0 or (node_shared and self._size == 1):
             return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
@@ -430,7 +428,7 @@ class ProcessGroup(GroupCore):
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """Group ranks by the host whose memory they share; each alone where they share none."""
+        """Group ranks by the host whose memory they share; each alone if they share none."""
         known = getattr(self._only, "hosts", None)
         return known or tuple((rank,) for rank in range(self._size))
 
@@ -454,7 +452,7 @@ class ProcessGroup(GroupCore):
     def recv(
         self, tensor: torch.Tensor, src: int | None, tag: int = 0, counts: bool = False
     ) -> int:
-        """Receive into `tensor` from group rank `src`, or anyone; return the sender's rank."""
+        """Receive into `tensor` from group rank `src`, or any rank; return the sender's rank."""
         plain = self._plain
         if plain is not None and src is not None:
             done = plain.plain_receive(tensor, src, tag, counts)
@@ -465,7 +463,7 @@ class ProcessGroup(GroupCore):
                 raise self._plain_error(done)
         call = Call(op="recv", outputs=(tensor,), peer=src, tag=tag)
         backend, call, finish = self._prepare(call)
-        deferred = self._own_manager() is not None  # its number stands among theirs
+        deferred = self._own_manager() is not None
         start = self._start_recorded if profiler._is_profiler_enabled else self._start
         request, ended = start(backend, call, deferred, finish)
         assert request is not None
@@ -478,11 +476,11 @@ class ProcessGroup(GroupCore):
     def irecv(
         self, tensor: torch.Tensor, src: int | None, tag: int = 0, counts: bool = False
     ) -> Work:
-        """Begin to receive into `tensor` from group rank `src`, or anyone."""
+        """Start to receive into `tensor` from group rank `src`, or any rank."""
         call = Call(op="irecv", outputs=(tensor,), peer=src, tag=tag)
         return started(self._issue(call, True, counts))
 
-    # ---- the names of torch's C++ groups, which start a `Work`; nothing of ours calls them ------
+    # ---- the names of torch's C++ groups, which start a `Work`; Dure does not use them ----------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         """Start `all_reduce`; `opts` is a reduction or has one as `reduceOp`, and no `timeout`."""
@@ -515,20 +513,20 @@ class ProcessGroup(GroupCore):
 
         Args:
             ranks: Ranks of this group.
-            timeout: As in `new_group`; this group's where None.
+            timeout: As in `new_group`; that of this group if None.
             opts: `pg_options` of the new group.
             group_name: Its description if there is no `group_desc`; groups are named by Dure.
             group_desc: Its description.
 
         Collective:
-            The ranks named call.
+            The ranks in `ranks` call.
         """
         return type(self).splitter(self, [ranks], timeout, opts, group_desc or group_name)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks, and name who does not come."""
+        """Wait for all ranks, and name the ranks that do not call."""
         monitored_barrier(self, timeout, wait_all_ranks)
 
 
@@ -556,12 +554,12 @@ def _reduction(opts: Any) -> object:
     """Return the reduction of torch's options.
 
     Raises:
-        UsageError: They have a limit of their own.
+        UsageError: They have a timeout.
     """
     limit = getattr(opts, "timeout", None)
     if limit is not None and limit >= timedelta(0):
         raise UsageError(
-            "options of a group's operations have no limit",
+            "options of a group's operations cannot have a timeout",
             seen=f"timeout={limit}",
             fix="Leave `timeout` out and call `wait(timeout)` of the Work.",
         )

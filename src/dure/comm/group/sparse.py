@@ -1,11 +1,11 @@
 """all_reduce of sparse (COO) tensors.
 
-Ranks hold different numbers of entries. They first exchange a header (a small all_gather, waited
-for even with ``async_op=True``): how many entries there are, and a digest of the *layout*, that is
-the dtype, the shape and the number of sparse dimensions. Where layouts differ, every rank raises
-`Desync`: an index of one rank may lie outside the tensor of another. Otherwise the ranks gather
-all indices and values with uneven lengths; each rank adds them up by itself. Entries are added in
-the order of ranks, so that all ranks get the same bits.
+Ranks have different numbers of entries. They first exchange a header (a small all_gather, waited
+for even with ``async_op=True``): the number of entries, and a digest of the *layout*, that is the
+dtype, the shape and the number of sparse dimensions. If layouts differ, every rank raises `Desync`:
+an index of one rank may be outside the tensor of another. Otherwise the ranks gather all indices
+and values with uneven lengths, and each rank adds them up in the order of ranks, so that all ranks
+get the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dure.comm.group.operations import ProcessGroup
 
 _TEXT_BYTES = 512
-"""What is shown of a layout: enough for every shape of some 60 dimensions."""
+"""The length of a layout's text: enough for every shape of some 60 dimensions."""
 
 
 def sparse_all_reduce(

@@ -1,4 +1,4 @@
-"""What a group is to be, before it is made."""
+"""The arguments from which a group is made."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["GroupSpec"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """What a group is to be.
+    """The arguments from which a group is made.
 
     Attributes:
         name: The same on all members, different from that of every other group of the world.
         global_ranks: Members, in the order of their group ranks.
         backend: Name of a backend, or "cpu:gloo,cuda:nccl".
         timeout: How long an operation waits for its peers.
-        creation_timeout: How long its creation waits for members, and that of groups that are made
-            from it without a timeout; `timeout` if None.
-        desc: What the user called it.
+        creation_timeout: How long its creation waits for members, and the default for groups that
+            are made from it; `timeout` if None.
+        desc: The user's description.
         pg_options: Options of the backend.
         device_id: The device that this rank is bound to.
         why: Why it has this backend, for the log.

@@ -12,7 +12,7 @@ import pytest
 
 from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.hybrid.control import ControlMessage, Watch
+from dure.comm.backends.hybrid.control import ControlMessage, HostWatch
 from dure.comm.backends.hybrid.subcomms import group_by_host
 from dure.errors import PeerLost
 from dure.store import HashStore
@@ -35,21 +35,21 @@ class _State(SimpleNamespace):
 
 
 @pytest.fixture
-def leaders() -> Iterator[list[tuple[Watch, _State]]]:
+def leaders() -> Iterator[list[tuple[HostWatch, _State]]]:
     """Two leaders, each of a host of its own, whose watches are connected and not started."""
     store = HashStore()
 
-    def connect(rank: int) -> tuple[Watch, _State]:
+    def connect(rank: int) -> tuple[HostWatch, _State]:
         state, hosts = _State(), group_by_host([("a", "a"), ("b", "b")], rank)
         comms = SimpleNamespace(state=state, hosts=hosts, absent=tuple)
         headers = SimpleNamespace(begun=0, opened=0)
-        return Watch(comms, headers, _options(rank, store)), state  # pyright: ignore
+        return HostWatch(comms, headers, _options(rank, store)), state  # pyright: ignore
 
     with ThreadPoolExecutor(2) as pool:
         yield list(pool.map(connect, (0, 1)))
 
 
-def _started(watch: Watch) -> threading.Thread:
+def _started(watch: HostWatch) -> threading.Thread:
     before = set(threading.enumerate())
     watch.start()
     (thread,) = set(threading.enumerate()) - before
@@ -70,7 +70,7 @@ def test_a_host_that_another_counts_as_lost_has_lost_that_one(leaders):
     channel = watch.channel_to(1)
     seen = "its connection was closed"
     told = AbortRecord(kind="PeerLost", what="lost", peer=1, seen=seen, reporter=0, after=7)
-    channel.say(ControlMessage(record=told))
+    channel.send(ControlMessage(record=told))
     thread = _started(other)
     until(lambda: lost)
     other.stop(0)

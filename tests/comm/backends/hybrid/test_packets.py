@@ -5,7 +5,7 @@ import socket
 
 import zmq
 
-from dure.comm.backends.hybrid.packets import let_nobody_in
+from dure.comm.backends.hybrid.packets import refuse_new_connections
 from dure.store.address import resolve
 from dure.store.listener import listen
 
@@ -26,7 +26,7 @@ def test_zeromq_goes_on_with_a_listener_that_is_deaf() -> None:
         client.send(b"first")
         assert server.recv() == b"first"
         with socket.socket(fileno=socket.dup(place.fd)) as listener:
-            let_nobody_in(listener)
+            refuse_new_connections(listener)
         assert not answers(("127.0.0.1", place.port))
         client.send(b"second")
         assert server.recv() == b"second"

@@ -1,1 +1,1 @@
-"""What it takes to offer a foreign engine (Gloo, NCCL) as a backend: see `torch_engine`."""
+"""Foreign engines (Gloo, NCCL) as backends: see `torch_engine`."""

@@ -1,16 +1,17 @@
 """A group that a foreign engine serves: our `Backend` contract on top of an engine's calls.
 
-What an engine does differently from the contract is made up for here:
+Engines differ from the contract; this module makes up for it:
 
-* **Dtypes.** What only moves, moves as bytes. What is reduced travels as a tensor of a wire
-  dtype (see `engine.wire`); where there is none, bytes are gathered and reduced in rank order.
-* **Lengths.** Engines want equal lengths. An uneven all_gather is padded to the longest part, an
-  uneven reduce_scatter is an all_reduce of everything of which each rank keeps its part; gather,
-  scatter and all_to_all use the engine's all_to_all with split sizes, where a rank needs to know
-  no length but its own.
-* **Nothing.** Engines differ in what they do with zero elements; here it is a barrier.
-* **Mismatched calls** are beyond a cheap check: unlike our own backends, an engine may hang until
-  the timeout, fail, or return wrong numbers when ranks call different things.
+* **Dtypes.** Data that are not reduced are sent as bytes. Data that are reduced are sent as a
+  tensor of a wire dtype (see `engine.wire`); if there is none, bytes are gathered and reduced in
+  rank order.
+* **Lengths.** Engines need equal lengths. An uneven all_gather is padded to the longest part, an
+  uneven reduce_scatter is an all_reduce of all parts of which each rank keeps its own; gather,
+  scatter and all_to_all use the engine's all_to_all with split sizes, for which a rank needs to
+  know only its own lengths.
+* **Zero elements.** Engines treat them differently; here the call is a barrier.
+* **Mismatched calls** cannot be checked cheaply: unlike Dure's own backends, an engine may hang
+  until the timeout, fail, or return wrong numbers when ranks call different things.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from weakref import WeakSet
 import msgspec
 import torch
 
-from dure.comm.backends.base import BackendOptions, Footprint
+from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.wire import WireTensor, as_wire
 from dure.comm.backends.engine.work import (
     BatchedWork,
@@ -52,7 +53,7 @@ _KNOWN_LENGTHS = frozenset(
     {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "broadcast"}
     | {"all_gather", "all_gather_single", "all_to_all_single"}
 )
-"""Where every rank knows how long all ranks' tensors are."""
+"""Operations in which every rank knows the lengths of all ranks' tensors."""
 _KEPT = 8
 """Up to this many requests are kept before finished ones are looked for."""
 
@@ -62,7 +63,7 @@ class EngineGroup:
 
     Args:
         engine: The engine's calls.
-        options: What the group is.
+        options: Of the group.
     """
 
     makes_records = True
@@ -76,11 +77,10 @@ class EngineGroup:
         # Two ranks: see `_swap`. NCCL's all_gather copies nothing, so an exchange gains nothing.
         self._swaps = options.size == 2 and not engine.in_stream
         self._device = options.device_id or torch.device("cuda")  # only where `in_stream`
-        # Held while a batch is started: calls of other threads must not become part of it.
+        # Held while a batch is started, so that calls of other threads are not added to it.
         self._calls = threading.RLock() if engine.in_stream else nullcontext()
         self._batch: BatchedWork | None = None
         self._engine: EngineCalls | None = engine
-        self.footprint = Footprint(connections=options.size - 1)
         self._op_timeout = options.op_timeout
         self._exits: ExitRecords | None = None
         if options.op_timeout is None:
@@ -129,18 +129,18 @@ class EngineGroup:
     def _keep(self, request: CollectiveRequest) -> None:
         """Keep a request until the engine is done with it.
 
-        Finished ones are dropped when as many are kept as twice those that were pending at the last
-        look: asking costs a call of CUDA for each.
+        Finished ones are dropped once their number may have doubled since the last check, which
+        takes a call of CUDA for each.
         """
         self._collectives.add(request)
         if len(self._collectives) > self._most_kept:
-            for kept in [*self._collectives]:  # other threads may add some meanwhile
+            for kept in [*self._collectives]:  # a copy: other threads may add requests
                 if kept.engine_done:
                     self._collectives.discard(kept)
             self._most_kept = max(_KEPT, 2 * len(self._collectives))
 
     def _message(self, op: str, start: Start, tensor: torch.Tensor, peer: int | None) -> Request:
-        """Start to send to a rank, or to receive from one; None: from anyone."""
+        """Start to send to a rank, or to receive from one; None: from any rank."""
         if self.in_stream:
             with self._calls:  # so that the batch is this thread's
                 work = self._begin(op, start, peer)
@@ -196,12 +196,12 @@ class EngineGroup:
     def _reduce_scatter(self, call: Call, async_op: bool) -> Request | None:
         """Uneven lengths cost an all_reduce of everything."""
         (output,), lengths = call.outputs, [t.numel() for t in call.inputs]
-        whole = joined(call.inputs).view(output.dtype)
+        source = joined(call.inputs).view(output.dtype)
         if len(set(lengths)) == 1:
             return self._reduce_scatter_single(
-                msgspec.structs.replace(call, inputs=(whole,)), async_op
+                msgspec.structs.replace(call, inputs=(source,)), async_op
             )
-        return self._reduce_all(call, output, whole, sum(lengths[: self._rank]), async_op)
+        return self._reduce_all(call, output, source, sum(lengths[: self._rank]), async_op)
 
     def _reduce_scatter_single(self, call: Call, async_op: bool) -> Request | None:
         (output,), (tensor,) = call.outputs, call.inputs
@@ -230,7 +230,7 @@ class EngineGroup:
     def _gather_and_reduce(
         self, call: Call, output: torch.Tensor, tensor: torch.Tensor, begin: int, async_op: bool
     ) -> Request | None:
-        """As `_reduce_all`, for what has no wire dtype; sends (n-1)*k."""
+        """Do the same for dtypes and operations without a wire dtype; sends (n-1)*k."""
         gathered = tensor.new_empty((self._size, tensor.numel()))
         start = lambda e: e.all_gather(as_bytes(gathered), as_bytes(tensor))  # noqa: E731
 
@@ -281,7 +281,7 @@ class EngineGroup:
         takes: Sequence[torch.Tensor],
         async_op: bool,
     ) -> Request | None:
-        """Send to the one other rank and receive from it, where the tensors lie.
+        """Send to the only other rank and receive from it, without copies.
 
         An all_gather of torch's Gloo copies its input once and its output twice.
         """
@@ -327,11 +327,11 @@ class EngineGroup:
         return self._start(call, lambda e: e.exchange(output, source, [], []), async_op)
 
     def _new_group(self, call: Call, async_op: bool) -> Request | None:
-        """Nothing: an engine does not compare; who verifies has done so before."""
+        """Do nothing: an engine does not compare calls, and `VerifyingBackend` has done it."""
         return finished() if async_op else None
 
     def _barrier(self, call: Call, async_op: bool) -> Request | None:
-        """What has no elements, as all ranks know, is a barrier, too."""
+        """Run a barrier; also called for collectives without elements."""
         device = self._stream_device()
         copy_back = None if device is None else lambda: current_stream(device).synchronize()
         return self._start(call, lambda e: e.barrier(), async_op, copy_back)
@@ -349,7 +349,7 @@ class EngineGroup:
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
         if src is None and not self._any_source:
             raise UsageError(
-                f"{self.name} cannot receive from just anyone", op="recv", fix="Name `src`."
+                f"{self.name} cannot receive from any source", op="recv", fix="Pass `src`."
             )
         memory = as_bytes(tensor)
         request = self._message("recv", lambda e: e.recv(memory, src, tag), tensor, src)
@@ -389,21 +389,21 @@ class EngineGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
-        self._op_timeout = timeout  # of messages, which engines otherwise give what they began with
+        self._op_timeout = timeout  # messages would keep the engine's first timeout
         if self._engine is not None:
             self._engine.set_timeout(timeout)
 
     def close(self, abort: bool) -> None:
-        """See `Backend.close`: what is pending is broken off."""
+        """See `Backend.close`: pending operations fail."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
         works = [r.work for r in [*self._collectives] if r.work is not None and not r.engine_done]
         pending = works or not all(r.ended for r in self._messages)
-        self._collectives.clear()  # what nobody has waited for holds the engine's sockets
+        self._collectives.clear()  # requests without a wait would keep the engine's sockets open
         self._state.left.set()
         if self._exits is not None:
-            self._exits.say("left")
+            self._exits.publish("left")
         if abort or pending:
             engine.break_off()
             keep_engine(engine, works)

@@ -1,28 +1,28 @@
-"""What an engine reduces in place of what it cannot reduce itself.
+"""Wire dtypes: tensors that an engine reduces in place of those that it cannot reduce itself.
 
-Gloo and NCCL know a handful of dtypes, and round 16 bit floats at every step. So a tensor travels
-in a *wire dtype*: as another tensor, of as many or twice as many elements, whose reduction the
-engine does right, and from which the result is copied back into the user's tensor. All of these
-work element by element, so a part of the reduced tensor is that of the part, which is what
-reduce-scatter needs.
+Gloo and NCCL support a few dtypes, and round 16 bit floats at every step. So a tensor is sent in a
+*wire dtype*: as another tensor, with as many or twice as many elements, which the engine reduces
+correctly, and from which the result is copied back into the user's tensor. The conversions work
+element by element, so a part of the reduced tensor is the reduction of the part, as reduce-scatter
+needs it.
 
 | dtype, operation                         | on the wire                                       |
 |------------------------------------------|---------------------------------------------------|
-| int8, uint8, int32, int64, but for AVG   | as it is                                          |
+| int8, uint8, int32, int64, except AVG    | unchanged                                         |
 | 16 and 8 bit floats, SUM PRODUCT AVG     | float32; rounded once in copying back             |
 | complex, SUM AVG                         | real and imaginary parts, then as floats          |
 | AVG                                      | SUM, divided before it is rounded or truncated    |
 
-NCCL reduces floats of 16 bits and more, and averages floats, by itself (`native_floats`): they
-travel as they are, and are rounded at every step, as in `torch.distributed`.
+NCCL reduces floats of 16 bits and more, and averages floats, itself (`native_floats`): they are
+sent unchanged, and are rounded at every step, as in `torch.distributed`.
 
-All else has no wire dtype: the engine gathers the tensors of all ranks and
-`reduction.reduce_in_order` does the rest. That is what engines do wrong (MIN and MAX of floats,
-where they lose NaN; complex PRODUCT; bit operations where there are none) and dtypes that few
-reduce (bool, int16, and the wider unsigned ones).
+All other calls have no wire dtype: the engine gathers the tensors of all ranks and
+`reduction.reduce_in_order` reduces them. These are reductions that engines do wrong (MIN and MAX of
+floats, where they lose NaN; complex PRODUCT; bit operations if the engine has none) and rarely
+reduced dtypes (bool, int16, and the wider unsigned ones).
 
-The order in which the engine folds the ranks is its own; integer results do not depend on it,
-float results are bitwise equal on all ranks and from run to run.
+The engine chooses the order in which it folds the ranks; integer results do not depend on it, float
+results are bitwise equal on all ranks and from run to run.
 """
 
 from __future__ import annotations
@@ -67,17 +67,16 @@ def as_wire(
     """Return the wire form of a contiguous `tensor` [*] for `op`, or None if there is none.
 
     Args:
-        tensor: What this rank contributes.
+        tensor: This rank's input.
         op: A reduction that has a meaning for the dtype.
         size: Ranks, for AVG.
         bitwise: Whether the engine has BAND, BOR and BXOR.
         native_floats: Whether it reduces floats of 16 bits, and averages floats.
 
     Cost:
-        None for float32, float64, int8, uint8, int32 and int64, but a pass after their average
-        (with `native_floats` none for floats of 16 bits and for averages of floats, either);
-        elsewhere one or two passes over the tensor before and after, and a tensor of the wire
-        form's size.
+        None for float32, float64, int8, uint8, int32 and int64, except one pass after an average
+        (with `native_floats` also none for floats of 16 bits and for averages of floats). Else one
+        or two passes over the tensor before and after, and memory for the wire tensor.
     """
     flat = tensor.detach().view(-1)
     if flat.dtype in _INTEGERS and op.name != "AVG":

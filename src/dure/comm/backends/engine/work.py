@@ -1,25 +1,25 @@
 """A foreign engine's work: how it is started, waited for, and ended with its group.
 
-**Requests.** An engine's own `wait` cannot be called off, and an engine that is asked to stop does
-not always. So a collective is waited for in slices, with a look between them whether the group was
-left. Point-to-point work is different: where its wait times out, Gloo takes the whole group down;
-and it does not tell, without being waited for, whether it is done. So a message is waited for in
-one piece, on a thread of its own when somebody only wants to ask.
+**Requests.** An engine's own `wait` cannot be interrupted, and an engine that is told to stop does
+not always end it. So a collective is waited for in slices, and after each slice the request checks
+whether the group was left. Point-to-point work is different: a wait that times out makes Gloo close
+all connections of the group, and work does not report its end unless it is waited for. So a message
+is waited for in one piece: on a helper thread if the caller only polls.
 
-**Errors.** An engine reports trouble in two ways: it refuses to start, or what it started fails;
-its text ("connection closed", "timed out") is all there is to go by, and does not say who is to
-blame. So a rank that leaves, or whose time ran out, writes a line under one key of the group's
-store, the *exit record*; whoever meets an error reads it for a moment before it makes its own
-error. Nobody writes or reads while all is well. The store may have died with the rank that hosts
-it: questions are asked on a thread that is given up on after `_ASK_S`.
+**Errors.** An engine either refuses to start work, or the started work fails. The only information
+is the error's text ("connection closed", "timed out"), which does not name the rank that caused it.
+So a rank that leaves, or whose time ran out, adds a line to one key of the group's store, the *exit
+record*; a rank that finds an error reads the record for a moment before it makes its own error. No
+rank reads or writes it otherwise. The store may have died with the rank that serves it, so it is
+read on a thread, for which the rank waits at most `_ASK_S`.
 
-**Leaving** depends on what is pending: with nothing pending the engine leaves in order, otherwise
-it is broken off. Collectives are kept until they have ended, for the engine uses their memory;
-messages only as long as the user keeps their requests.
+**Leaving.** With no work pending the engine is closed in order, otherwise it is broken off.
+Collectives are kept until they have ended, because the engine uses their memory; messages only as
+long as the user keeps their requests.
 
-A transfer that breaking off cuts in two is forgotten by Gloo: it ends when its own time is up, and
-the engine's destructor waits for it, with Python's lock. So an engine that was broken off with work
-pending is kept until that has ended (`_kept`), and if it never does, to the end of the process.
+Gloo does not end a transfer that breaking off interrupts: it ends when its own time is up, and the
+engine's destructor waits for it while it holds Python's lock. So an engine that was broken off with
+work pending is kept until that work has ended (`_kept`), or to the end of the process.
 
 Threads: every method of a request, from any thread, at any time.
 """
@@ -65,10 +65,10 @@ _KEY = "engine/exits"
 
 
 class EngineWork(Protocol):
-    """What is used of torch's `Work`."""
+    """The part of torch's `Work` that is used."""
 
     def is_completed(self) -> bool:
-        """Return whether it ended, well or badly."""
+        """Return whether it ended, successfully or not."""
         ...
 
     def wait(self, timeout: timedelta = ...) -> bool:
@@ -76,12 +76,12 @@ class EngineWork(Protocol):
         ...
 
     def _source_rank(self) -> int:
-        """Return who sent what a finished receive got."""
+        """Return the sender of a finished receive."""
         ...
 
 
 class BatchedWork:
-    """The work of messages that were started as one; `work` is set where the batch ends."""
+    """The work of messages that were started as a batch; `work` is set when the batch ends."""
 
     def __init__(self) -> None:
         self.work: EngineWork | None = None
@@ -97,11 +97,11 @@ class BatchedWork:
 
 
 class EngineState(GroupState):
-    """What the requests of one engine share: where they are, and whether the group was left.
+    """The state that the requests of one engine share.
 
     Args:
-        options: What the group is.
-        exits: Who left and who gave up; None: nobody tells.
+        options: Of the group.
+        exits: The exit records; None if ranks do not write them.
         break_off: Closes the group's connections. Called once, after the first failure: ranks that
             wait for this one would otherwise wait until their time is up.
     """
@@ -122,7 +122,7 @@ class EngineState(GroupState):
         """Make the engine's error ours.
 
         Args:
-            error: What the engine raised; only its text tells what it is.
+            error: The engine's exception; only its text describes it.
             op: The operation.
             began: When it began (`time.monotonic`).
             peer: The rank it was with, for point-to-point.
@@ -173,10 +173,10 @@ class CollectiveRequest(Request):
     """A pending collective; `copy_back`, if given, runs once when the engine is done.
 
     Args:
-        state: What the engine's requests share.
+        state: Of the engine.
         op: The operation, for errors.
         work: The engine's work.
-        copy_back: Brings the result to the user's tensors.
+        copy_back: Copies the result to the user's tensors.
         stream_device: See `Request.stream_device`.
         peer: The other rank of a message.
     """
@@ -209,7 +209,7 @@ class CollectiveRequest(Request):
         return work is None or work.is_completed()
 
     def done(self) -> bool:
-        """See `Request.done`; what was copied back is in place once somebody has waited."""
+        """See `Request.done`; results that are copied back are in place after a wait."""
         if self.ended or self._left_behind():
             return True
         return self.engine_done or self._state.left.is_set()
@@ -273,10 +273,10 @@ class MessageRequest(Request):
     """A pending send or receive.
 
     Args:
-        state: What the engine's requests share.
+        state: Of the engine.
         op: "send" or "recv".
         work: The engine's work.
-        peer: The other rank; None for anyone.
+        peer: The other rank; None for any rank.
         op_timeout: How long it may take; None: as long as the engine allows.
     """
 
@@ -308,12 +308,12 @@ class MessageRequest(Request):
                 source = work._source_rank()  # pyright: ignore[reportPrivateUsage]
         except RuntimeError as e:
             error = self._state.translate(e, self._op, self._began, self._peer)
-        finally:  # whatever comes, nobody waits for good
+        finally:  # end the request after any exception
             self._work = None
             self.end(error, source)
 
     def _claim(self) -> bool:
-        """Tell the first who asks, and nobody else, to do the waiting."""
+        """Return True to the first caller, which then waits for the engine's work."""
         with self._lock:
             first, self._waiting = not self._waiting, True
         return first
@@ -331,7 +331,7 @@ class MessageRequest(Request):
 
 
 _kept: list[tuple[object, list[EngineWork]]] = []
-"""Engines that were broken off, and what they were at (see "Leaving")."""
+"""Engines that were broken off, and their pending work (see "Leaving")."""
 _keeping = threading.Lock()
 
 
@@ -344,7 +344,7 @@ def keep_engine(engine: object, works: list[EngineWork]) -> None:
 
 
 def drop_engines() -> None:
-    """Drop the engines that were kept for works that have ended since."""
+    """Drop the engines whose pending work has ended."""
     with _keeping:
         for entry in [e for e in _kept if all(work.is_completed() for work in e[1])]:
             _kept.remove(entry)
@@ -355,7 +355,7 @@ class ExitRecords:
     """The exit records of one group, seen from one rank. Threads: every method, from any thread.
 
     Args:
-        store: Where they are.
+        store: Of the group.
         rank: This rank.
         size: Ranks of the group.
     """
@@ -364,18 +364,19 @@ class ExitRecords:
         self._store, self._rank, self._size = store, rank, size
         self._lines: list[str] = []
 
-    def say(self, what: str) -> None:
+    def publish(self, event: str) -> None:
         """Write that this rank has left, or gave up."""
-        _within(_ASK_S, lambda: self._store.append(_KEY, f"{what} {self._rank}\n"))
+        _within(_ASK_S, lambda: self._store.append(_KEY, f"{event} {self._rank}\n"))
 
     def ask(self, timed_out: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return which ranks left and which gave up waiting, the first of them first.
+        """Return which ranks left and which gave up waiting, in the order of their records.
 
         Args:
-            timed_out: Time ran out here too: say so, and wait for all others who do.
+            timed_out: Whether time ran out on this rank too: then it writes its own record, and
+                waits for those of all other ranks.
         """
         if timed_out:
-            self.say("gave-up")
+            self.publish("gave-up")
         enough = self._size - 1 if timed_out else 1
         _within(_ASK_S, lambda: self._read_until(enough))
         words = [line.split() for line in self._lines]
@@ -384,19 +385,19 @@ class ExitRecords:
         return gone, tuple(rank for what, rank in others if what == "gave-up")
 
     def _read_until(self, enough: int) -> None:
-        """Read until they tell of `enough` other ranks, or time is up."""
+        """Read until there are records of `enough` other ranks, or time is up."""
         until = time.monotonic() + _ASK_S
         while time.monotonic() < until:
             if self._store.check([_KEY]):
                 self._lines = self._store.get(_KEY).decode().splitlines()
-            told = {line.split()[1] for line in self._lines} - {str(self._rank)}
-            if len(told) >= enough:
+            others = {line.split()[1] for line in self._lines} - {str(self._rank)}
+            if len(others) >= enough:
                 return
             time.sleep(_POLL_S)
 
 
 def _within(limit_s: float, action: Callable[[], None]) -> None:
-    """Do `action`, but wait no longer than `limit_s` for it; a store that fails says nothing."""
+    """Run `action` and wait at most `limit_s` for it; errors of the store are ignored."""
 
     def attempt() -> None:
         with suppress(DureError):

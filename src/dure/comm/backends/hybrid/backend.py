@@ -1,26 +1,24 @@
 """The backend of several hosts: shared memory inside a host, an engine between hosts.
 
-A hybrid group is put together from other backends (subcomms.py, which has the words): one `shm`
-group for each host, one engine group for each rail, and one that joins all ranks. header.py tells
-how every collective begins, collectives.py how it goes on; messages.py point-to-point; creation.py
-how the group comes about; state.py and control.py what happens when a rank, a host or a link is
-lost.
+A hybrid group consists of other backends (subcomms.py, which defines the terms): one `shm` group
+for each host, one engine group for each rail, and one for all ranks. header.py has the first step
+of every collective, collectives.py the others, messages.py point-to-point, creation.py the creation
+of the group, and state.py and control.py the loss of a rank, a host or a link.
 
-Threads: as the contract says. Asynchronous collectives run on a thread of the group.
+Threads: as the contract. Asynchronous collectives run on a thread of the group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
 
-from dure.comm.backends.base import BackendOptions, Footprint
+from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.header import Header
 from dure.comm.backends.hybrid.collectives import Collectives
-from dure.comm.backends.hybrid.control import SHOW_S, Channel, Watch
+from dure.comm.backends.hybrid.control import SHOW_S, ControlChannel, HostWatch
 from dure.comm.backends.hybrid.header import HeaderExchange
 from dure.comm.backends.hybrid.messages import Messages
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, SubComms
@@ -36,11 +34,11 @@ class HybridBackend:
     """One rank's part of a group over several hosts; the contract is that of `Backend`.
 
     Args:
-        name: The backend's name, which says what joins the hosts.
+        name: The backend's name, which depends on the engine between hosts.
         comms: The group's sub-communicators.
-        headers: How its collectives begin.
-        watch: On a leader, who watches the other hosts.
-        options: What the group is.
+        headers: Its header exchange.
+        watch: On a leader: the watch over the other hosts.
+        options: Of the group.
     """
 
     device_types = frozenset({"cpu"})
@@ -51,7 +49,7 @@ class HybridBackend:
         name: str,
         comms: SubComms,
         headers: HeaderExchange,
-        watch: Watch | None,
+        watch: HostWatch | None,
         options: BackendOptions,
     ) -> None:
         self.name = name
@@ -59,10 +57,6 @@ class HybridBackend:
         self._rank, self._size = options.rank, options.size
         self._global_ranks = options.global_ranks
         self._collectives, self._messages = Collectives(comms, headers), Messages(comms)
-        engines = {id(e): getattr(e, "footprint", Footprint()) for e in (comms.rail, comms.mesh)}
-        self.footprint = replace(
-            comms.local.footprint, connections=sum(e.connections for e in engines.values())
-        )
         self._queue = OrderedQueue(
             f"dure-{options.name}", lambda: comms.state.error("a collective")
         )
@@ -86,24 +80,24 @@ class HybridBackend:
         )
 
     def way(self, call: Call) -> str:
-        """Return which way a call takes, as text for the log."""
+        """Return how a call runs, as text for the log."""
         return self._collectives.way(call)
 
     def gone(self, rank: int) -> bool:
-        """Tell whether `rank` has died or left, as far as this rank can know without its host."""
+        """Return whether `rank` has died or left, as far as this host knows."""
         host, place = self._hosts.places[rank]
         if host == self._hosts.here:
             return self._comms.local.gone(place)
         return place == 0 and self._lost_for_s(rank) > 0
 
     def silent(self, rank: int) -> bool:
-        """Tell whether nothing can be heard of `rank` any more, whose host has lost its leader.
+        """Return whether the host of `rank` has lost its leader, and `rank` may have died too.
 
-        It may live: then it knows of that at once, and has had the time to show itself.
+        A rank that lives notices the loss at once, and has had the time to write to the store.
         """
         return self._lost_for_s(rank) > SHOW_S
 
-    def _channel_to(self, rank: int) -> Channel | None:
+    def _channel_to(self, rank: int) -> ControlChannel | None:
         return None if self._watch is None else self._watch.channel_to(rank)
 
     def _lost_for_s(self, rank: int) -> float:
@@ -121,7 +115,7 @@ class HybridBackend:
     def _start(
         self, call: Call, do: Callable[[Call, Header], None], async_op: bool
     ) -> Request | None:
-        """Run a collective, and let what goes wrong with it break the group on all ranks."""
+        """Run a collective; an error breaks the group on all ranks."""
         header = Header(fingerprint(call, self._rank, self._size), place_of(call))
 
         def guarded() -> None:
@@ -133,7 +127,7 @@ class HybridBackend:
                 state.complete()
             except DureError as e:
                 raise state.blame(e, call.op) from state.cause(e)
-            except Exception as e:  # no memory for scratch, say: peers must not wait for the rest
+            except Exception as e:  # such as no memory for scratch; peers must not wait
                 state.fail(f"{type(e).__name__}: {e}")
                 raise state.error(call.op) from e
             except BaseException:  # Ctrl-C
@@ -149,7 +143,7 @@ class HybridBackend:
         return self._messages.recv(tensor, src, tag, async_op)
 
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
-        """See `Backend.allocate`: one memory a host, or what its ranks reach directly."""
+        """See `Backend.allocate`: one block per host, or memory that its ranks read directly."""
         if not node_shared:
             return self._comms.local.allocate(nbytes, False)
         made: list[torch.Tensor] = []
@@ -169,5 +163,5 @@ class HybridBackend:
         state.left.set()
         if self._watch is not None:
             self._watch.stop(state.num_completed)
-        comms.close(abort)  # which ends the thread that receives, too
+        comms.close(abort)  # this ends the receive thread, too
         self._queue.stop()

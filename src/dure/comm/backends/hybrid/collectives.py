@@ -77,7 +77,7 @@ class Collectives:
         self._scratch: dict[int, torch.Tensor] = {}
 
     def run(self, call: Call, header: Header) -> None:
-        """Do a collective, whose `header` is that of `call`."""
+        """Run a collective; `header` is that of `call`."""
         self._headers.next(call.op, header)
         getattr(self, f"_{call.kind}")(call)
 
@@ -86,7 +86,7 @@ class Collectives:
         return sum(t.nbytes for t in tensors) <= self._headers.room
 
     def way(self, call: Call) -> str:
-        """Return which way a call takes, as text for the log."""
+        """Return how a call runs, as text for the log."""
         if call.op in MESSAGES:
             return "through shared memory on one host, else the engine between hosts"
         if self._fits(call.inputs or call.outputs):
@@ -411,7 +411,7 @@ def _partial(op: ReduceOp) -> ReduceOp:
 def _fold_by_host(
     hosts: Hosts, parts: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor
 ) -> None:
-    """Reduce the ranks' `parts` into `out`, in the order that the text of this module tells."""
+    """Reduce the ranks' `parts` into `out`, in the order that the module's text defines."""
     wire, partial = accumulator_dtype(out.dtype), _partial(op)
     sums: list[torch.Tensor] = []
     for ranks in hosts.ranks:

@@ -1,26 +1,26 @@
 """Control channels: how a lost host, link or rank becomes one error on all ranks of a group.
 
-**A channel** joins the leaders of two hosts: a ZeroMQ connection beside the engine's, encrypted
-with CURVE keys that are made for the group and exchanged through its store; who does not know the
-listener's key cannot connect. The leader of the lower host listens. As soon as the one leader that
-it is for has come, its port is closed to everybody else.
+**A channel** connects the leaders of two hosts: a ZeroMQ connection in addition to the engine's,
+encrypted with CURVE keys that are made for the group and exchanged through its store; a process
+without the listener's key cannot connect. The leader of the lower host listens. Once the other
+leader has connected, its port refuses further connections.
 
-**The watch.** A thread of each leader waits for news from the channels, and looks whether a rank of
-its host died or broke the group.
+**The watch.** A thread of each leader reads the channels, and checks whether a rank of its host
+died or broke the group.
 
-* A channel that is closed: the other leader's process ended, and its kernel closed the connection;
-  or its host is gone, or the link is cut, and the kernel here closed it, because nothing was
-  answered for `silence_s` (store/silence.py). No thread of a process sends heartbeats: a leader
-  whose interpreter is busy, or that is stopped, lives, and ranks that wait for it run out of time.
-* A rank of this host died, or broke the group: the abort record goes down all channels.
-* A leader that leaves says how many collectives it has ended: who is in one more than that, or
-  begins it, waits in vain.
+* A channel was closed. Either the other leader's process ended, and its kernel closed the
+  connection; or its host or the link failed, and the kernel here closed the connection, because
+  nothing was answered for `silence_s` (store/silence.py). No thread sends heartbeats: a leader
+  whose interpreter is busy, or that is stopped, is not lost, and ranks that wait for it time out.
+* A rank of this host died, or broke the group: the abort record is sent over all channels.
+* A leader that leaves sends the number of collectives that it has completed. For a rank that is in
+  a later one, or begins it, the leader is lost.
 
-A leader that died said nothing of what it had ended. Its last messages may have come all the same:
-so an operation that has begun has half a second to end.
+A leader that died did not send that number. Its last messages may have arrived nevertheless: so an
+operation that has begun has half a second to complete.
 
 Every message carries how many collectives the leader has begun, and how many its host has. A rank
-that runs out of time asks for them, and so knows which ranks did not come.
+that runs out of time requests them, to find out which ranks did not call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import zmq
 from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid.header import HeaderExchange
-from dure.comm.backends.hybrid.packets import let_nobody_in
+from dure.comm.backends.hybrid.packets import refuse_new_connections
 from dure.comm.backends.hybrid.subcomms import SubComms
 from dure.errors import RendezvousTimeout
 from dure.store.address import outward_address, resolve
@@ -47,7 +47,7 @@ from dure.store.listener import listen
 from dure.store.monitored import MonitoredSocket
 from dure.store.silence import silence_s
 
-__all__ = ["SHOW_S", "Channel", "ControlMessage", "Watch", "open_channel"]
+__all__ = ["SHOW_S", "ControlChannel", "ControlMessage", "HostWatch", "open_channel"]
 
 SHOW_S = 3.0
 """How long ranks of a host that has lost its leader may take to show themselves in the store."""
@@ -64,9 +64,9 @@ _Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class ControlMessage(msgspec.Struct, array_like=True):
-    """What one leader says to another.
+    """A message from one leader to another.
 
-    `asked` is an operation for which time is up, or 0; `left` is -1 unless the leader leaves.
+    `asked` is an operation that ran out of time, or 0; `left` is -1 unless the leader leaves.
     """
 
     begun: int = 0
@@ -77,26 +77,26 @@ class ControlMessage(msgspec.Struct, array_like=True):
 
 
 class _Contact(msgspec.Struct, array_like=True):
-    """How a leader can be reached by one other."""
+    """The endpoint of a leader for one other leader."""
 
     endpoint: str
     public: bytes
 
 
 @dataclass(slots=True, eq=False)
-class Channel:
-    """A connection to the leader of `host`, and what was heard of it.
+class ControlChannel:
+    """A connection to the leader of `host`, and the last values received from it.
 
     Attributes:
         host: The other host.
         link: The connection; its monitor reports when it opens and when it breaks.
-        listener: The listening socket's descriptor, which ZeroMQ closes; -1 where there is none.
+        listener: The listening socket's descriptor, which ZeroMQ closes; -1 if there is none.
         is_open: Whether its handshake has succeeded.
-        heard: Whether anything was heard.
+        heard: Whether a message was received.
         begun: How many collectives the other leader has begun.
         opened: How many of them all ranks of its host have begun.
-        left: How many it had ended when it left; -1 while it is there.
-        lost: When it was lost, or left; None while it is there.
+        left: How many it had completed when it left; -1 if it has not left.
+        lost: When it was lost, or left; None if it is connected.
     """
 
     host: int
@@ -111,16 +111,16 @@ class Channel:
 
     @property
     def lost_for_s(self) -> float:
-        """For how long it has been lost; 0 while it is not."""
+        """For how long it has been lost; 0 if it is not."""
         return 0.0 if self.lost is None else max(time.monotonic() - self.lost, 1e-9)
 
-    def say(self, message: ControlMessage) -> None:
+    def send(self, message: ControlMessage) -> None:
         """Send a message, if the channel is open; if it is not, the monitor reports that."""
         with contextlib.suppress(zmq.Again):
             self.link.socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
 
     def messages(self) -> Iterator[ControlMessage]:
-        """Read all that has come."""
+        """Read all messages that have arrived."""
         with contextlib.suppress(zmq.Again):
             while True:
                 yield msgspec.msgpack.decode(
@@ -128,33 +128,33 @@ class Channel:
                 )
 
     def close_port(self) -> None:
-        """Let nobody else in; where the system cannot, the handshake alone does it."""
+        """Refuse further connections; systems without such filters rely on the handshake."""
         with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(self.listener)) as listener:
-            let_nobody_in(listener)
+            refuse_new_connections(listener)
 
     def close(self) -> None:
-        """Close, with a moment for the last message."""
+        """Close, after a moment for the last message."""
         self.link.close(_LINGER_MS if self.lost is None else 0)
 
 
 def open_channel(
     context: _Context, here: int, host: int, address: str, options: BackendOptions
-) -> Channel:
+) -> ControlChannel:
     """Open the channel between two leaders; both call.
 
     Args:
         context: ZeroMQ's.
         here: The number of this host.
         host: That of the other.
-        address: Where this host can be reached.
-        options: What the group is.
+        address: Of this host, for other hosts.
+        options: Of the group.
 
     Raises:
-        StoreTimeout: The other did not say where it listens.
+        StoreTimeout: The other did not publish its endpoint.
     """
     events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
     link = MonitoredSocket(context, events, _LONGEST_MESSAGE)
-    channel = Channel(host, link)
+    channel = ControlChannel(host, link)
     with link.closed_on_error():  # ZeroMQ's context waits for it
         public, link.socket.curve_secretkey = zmq.curve_keypair()
         link.socket.curve_publickey = public
@@ -174,13 +174,13 @@ def open_channel(
     return channel
 
 
-class Watch:
+class HostWatch:
     """A leader's watch over the other hosts, and over its own. Threads: any.
 
     Args:
         comms: The group's sub-communicators.
-        headers: How far this host's operations are.
-        options: What the group is.
+        headers: The header exchange, which counts this host's operations.
+        options: Of the group.
 
     Raises:
         RendezvousTimeout: A leader cannot be reached.
@@ -192,11 +192,11 @@ class Watch:
     def __init__(self, comms: SubComms, headers: HeaderExchange, options: BackendOptions) -> None:
         self._comms, self._headers, self._options = comms, headers, options
         self._context = _Context()
-        self._channels: list[Channel] = []
+        self._channels: list[ControlChannel] = []
         self._wake, self._wakened = os.pipe()[::-1]
         os.set_blocking(self._wake, False)
         self._waking, self._released = threading.Lock(), False
-        self._told = False
+        self._sent_record = False
         self._asking = 0
         self._leaving = -1
         self._thread: threading.Thread | None = None
@@ -215,9 +215,9 @@ class Watch:
         deadline = time.monotonic() + options.timeout.total_seconds()
         while silent := [channel.host for channel in self._channels if not channel.heard]:
             for channel in self._channels:
-                channel.say(ControlMessage())
+                channel.send(ControlMessage())
                 if channel.link.socket.poll(_LOOK_MS):
-                    self._hear(channel)
+                    self._receive(channel)
             if time.monotonic() > deadline:
                 raise RendezvousTimeout(
                     "not all hosts can be reached",
@@ -229,7 +229,7 @@ class Watch:
                 )
         for channel in self._channels:
             channel.close_port()
-        self._tell(ControlMessage())  # what was said before the other was there is lost
+        self._broadcast(ControlMessage())  # messages sent before a leader had connected are lost
 
     def start(self) -> None:
         """Begin to watch."""
@@ -263,68 +263,68 @@ class Watch:
                 os.read(self._wakened, 64)
             for channel in self._channels:
                 if channel.link.socket in ready:
-                    self._hear(channel)
+                    self._receive(channel)
                 if channel.link.monitor in ready:
                     self._note(channel)
             self._examine()
-        self._tell(ControlMessage(left=self._leaving))
+        self._broadcast(ControlMessage(left=self._leaving))
 
     def _examine(self) -> None:
-        """Look for ranks that died or left, and for news to send."""
+        """Check for ranks that died or left, and for messages to send."""
         comms = self._comms
         for channel in self._channels:
             if 0 <= channel.left < self._headers.begun:
                 rank = comms.hosts.ranks[channel.host][0]
                 fix = "Make a new group of the ranks that are left."
                 comms.state.lose(rank, f"rank {rank} left the group", channel.left, fix=fix)
-        for place, rank in list(enumerate(comms.hosts.mine))[1:]:  # this one is there
+        for place, rank in list(enumerate(comms.hosts.mine))[1:]:  # the first is this rank
             if comms.local.gone(place) and not comms.local.group.has_left(place):
                 what, pid = f"the process of rank {rank} ended", comms.local.group.pid_of(place)
                 seen = f"pid {pid}, on {comms.hosts.names[comms.hosts.here]}"
                 after = comms.state.completed[place]
                 comms.state.lose(rank, what, after, seen=seen, pid=pid)
         record = comms.state.look()
-        if record is not None and not self._told:
-            self._told = True
-            self._tell(ControlMessage(record=record))
+        if record is not None and not self._sent_record:
+            self._sent_record = True
+            self._broadcast(ControlMessage(record=record))
         if self._asking:
             self._asking, number = 0, self._asking
-            self._tell(ControlMessage(asked=number))
+            self._broadcast(ControlMessage(asked=number))
 
-    def _tell(self, message: ControlMessage) -> None:
-        """Say something to all who are there, and how far this host is."""
+    def _broadcast(self, message: ControlMessage) -> None:
+        """Send a message, with this host's counts, to all leaders that are connected."""
         message.begun = self._headers.begun
         message.opened = self._headers.opened
         for channel in self._channels:
             if channel.lost is None:
-                channel.say(message)
+                channel.send(message)
 
-    def _hear(self, channel: Channel) -> None:
-        """Read all that came down a channel."""
+    def _receive(self, channel: ControlChannel) -> None:
+        """Handle all messages that have arrived on a channel."""
         for message in channel.messages():
             channel.heard = True
             channel.begun, channel.opened = message.begun, message.opened
             if message.asked:
-                self._tell(ControlMessage())
+                self._broadcast(ControlMessage())
                 headers = self._headers
                 if headers.begun >= message.asked > headers.opened:
-                    # The group is broken, and only we can tell by whom: who waits runs out of time.
+                    # Ranks of this host are missing: end its waits, whose timeouts name them.
                     self._comms.local.group.set_timeout(0.0)
             if message.record is not None:
                 self._settle(message.record)
             if message.left >= 0:
                 channel.left, channel.lost = message.left, time.monotonic()
 
-    def _note(self, channel: Channel) -> None:
-        """A channel was opened, or broke: see whether the other leader had said goodbye."""
+    def _note(self, channel: ControlChannel) -> None:
+        """Handle a channel that opened or broke; a leader that left had sent a message."""
         event = channel.link.event()
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             channel.is_open = True
-        self._hear(channel)
+        self._receive(channel)
         if event == zmq.Event.DISCONNECTED and channel.is_open and channel.lost is None:
             self._lose(channel)
 
-    def _lose(self, channel: Channel) -> None:
+    def _lose(self, channel: ControlChannel) -> None:
         channel.lost = time.monotonic()
         why = f"its process ended or its host did not answer for {silence_s()} s"
         seen = f"because {why}, as rank {self._comms.hosts.rank} noticed"
@@ -351,8 +351,8 @@ class Watch:
             f"{hosts.describe(host)} is lost",
             after,
             seen=f"the connection to it was closed, {seen}",
-            fix="See the output of its ranks, and whether the network is whole; "
-            "then make a new group of the ranks that are left.",
+            fix="Check the output of its ranks, and the network; then make a new group of the "
+            "ranks that are left.",
             reporter=hosts.rank,
             patience_s=_END_S,
         )
@@ -360,10 +360,10 @@ class Watch:
     # ---- questions and the end -------------------------------------------------------------------
 
     def _absent(self) -> tuple[int, ...]:
-        """Return the ranks of other hosts that have not come to the operation that this one is in.
+        """Return the ranks of other hosts that have not begun the operation that this rank is in.
 
-        A host that is in it, but not with all its ranks, finds out itself who is missing; there is
-        a record then.
+        A host that has begun it with some of its ranks finds the missing ranks itself, and sends a
+        record.
         """
         number, until = self._headers.begun, time.monotonic() + _ANSWER_S
         while late := [channel for channel in self._channels if channel.opened < number]:
@@ -378,26 +378,26 @@ class Watch:
             out.extend(ranks[1:] if channel.begun >= number else ranks[:1])
         return tuple(out)
 
-    def channel_to(self, rank: int) -> Channel | None:
+    def channel_to(self, rank: int) -> ControlChannel | None:
         """Return the channel to the host of `rank`; None for this one's."""
         host, _ = self._comms.hosts.places[rank]
         return next((channel for channel in self._channels if channel.host == host), None)
 
     def stop(self, ended: int) -> None:
-        """Say goodbye, after `ended` collectives."""
+        """Send that this leader leaves after `ended` collectives; end the thread."""
         self._leaving = ended
         self._nudge()
         if self._thread is None:
             self._release()
         elif self._thread is not threading.current_thread():
-            self._thread.join(_GOODBYE_S)  # it closes what it uses, however long that takes
+            self._thread.join(_GOODBYE_S)  # it closes its sockets, even if that takes longer
 
     def _release(self) -> None:
-        """Close everything: on the thread that uses it, where there is one."""
+        """Close everything; called on the thread that uses it, if there is one."""
         for channel in self._channels:
             channel.close()
         self._context.term()
-        with self._waking:  # nobody must write to a descriptor that is somebody else's by then
+        with self._waking:  # a closed descriptor may get another use
             self._released = True
             os.close(self._wake)
             os.close(self._wakened)

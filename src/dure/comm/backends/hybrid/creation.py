@@ -1,12 +1,12 @@
-"""How a hybrid group comes about: who shares memory with whom, and the engines between hosts.
+"""Creation of a hybrid group: the ranks of each host, and the engines between hosts.
 
-Each rank says where it lives. The ranks of a host make a shared segment. Then the rails and the
-mesh are made, through the group's store like any engine group, and the leaders' control channels to
-each other. A rank whose part cannot be made closes what there is of it. A group whose ranks all
-share one host is a `shm` group, and nothing more.
+Each rank publishes its host. The ranks of a host make a shared segment. Then the rails and the mesh
+are made, through the group's store like any engine group, and the control channels between leaders.
+If one part fails, the rank closes the others. If all ranks share one host the group is a `shm`
+group.
 
-The engines between hosts are Gloo and MPI. NCCL is not among them: it takes no CPU tensors, and
-joins the GPUs of a host by itself. A program that has both writes "cpu:hybrid,cuda:nccl".
+The engines between hosts are Gloo and MPI. NCCL takes no CPU tensors, and connects the GPUs of a
+host itself; a program that has both kinds of tensors passes "cpu:hybrid,cuda:nccl".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.hybrid.backend import HybridBackend
-from dure.comm.backends.hybrid.control import Watch
+from dure.comm.backends.hybrid.control import HostWatch
 from dure.comm.backends.hybrid.header import HeaderExchange
 from dure.comm.backends.hybrid.state import HybridState
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, Hosts, SubComms, group_by_host
@@ -31,17 +31,17 @@ from dure.store.prefix import PrefixStore
 __all__ = ["create_over_gloo", "create_over_mpi"]
 
 _OP_TIMEOUT = timedelta(days=365)
-"""The hybrid group keeps the time itself: an engine whose time is up cannot be used again."""
+"""The hybrid group enforces timeouts itself: an engine cannot be used after a timeout."""
 _THREADS = 2
-"""A rank's own, and its engine's, which works while the rank waits."""
+"""The rank's thread, and its engine's, which works while the rank waits."""
 
 Factory = Callable[[BackendOptions], Backend]
 
 
 def _find_hosts(options: BackendOptions) -> Hosts:
-    """Ask all ranks where they live."""
-    told = options.tell_all("hybrid/home", msgspec.msgpack.encode(myself()))
-    processes = [msgspec.msgpack.decode(x, type=Identity) for x in told]
+    """Exchange the hosts of all ranks."""
+    published = options.tell_all("hybrid/home", msgspec.msgpack.encode(myself()))
+    processes = [msgspec.msgpack.decode(x, type=Identity) for x in published]
     homes = [(process.host_id, process.host) for process in processes]
     return group_by_host(homes, options.rank)
 
@@ -68,11 +68,11 @@ def _create_with(name: str, engine: Factory, options: BackendOptions) -> Backend
     Args:
         name: The backend's name.
         engine: Makes a group between hosts.
-        options: What the group is.
+        options: Of the group.
 
     Raises:
         UsageError: The native engine is not built, or this is not Linux.
-        RendezvousTimeout: A rank did not come.
+        RendezvousTimeout: A rank did not call.
         RendezvousError: The ranks of a host cannot share memory.
         CommError: A host cannot be connected to.
     """
@@ -99,14 +99,14 @@ def _create_with(name: str, engine: Factory, options: BackendOptions) -> Backend
 
         mesh = between("mesh", range(hosts.size), 0)
         rail = None
-        if len(hosts.ranks) == hosts.size:  # one rank a host: the only rail has the mesh's ranks
+        if len(hosts.ranks) == hosts.size:  # one rank per host: the only rail has the mesh's ranks
             rail = mesh
         elif hosts.rail is not None:
             rail = between("rail", [ranks[hosts.rail] for ranks in hosts.ranks], hosts.rail)
         comms = SubComms(hosts=hosts, local=local, rail=rail, mesh=mesh, state=state)
         headers, watch = HeaderExchange(comms), None
         if hosts.is_leader:
-            watch = Watch(comms, headers, options)
+            watch = HostWatch(comms, headers, options)
             undo.callback(watch.stop, 0)
         options.tell_all("hybrid/ready")
         undo.pop_all()

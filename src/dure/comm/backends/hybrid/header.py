@@ -1,17 +1,17 @@
-"""The header exchange: how every collective of a hybrid group begins.
+"""The header exchange: the first step of every collective of a hybrid group.
 
-A rank shows its *header* (backends/header.py) and, where the operation is small, its data. The
+A rank publishes its *header* (backends/header.py) and, if the operation is small, its data. The
 ranks of a host exchange headers in shared memory; the leaders exchange those of their hosts by one
-all_gather of the engine; each leader shows its host the headers of all. So whatever the ranks call,
-the engine always does the same thing in the same order, and a difference is found on all ranks, by
-all of them, with everybody's call in hand and before the engine has moved a byte of user data.
+all_gather of the engine; each leader broadcasts the headers of all ranks to its host. So the engine
+always runs the same operations in the same order, whatever the ranks call, and all ranks find a
+difference before the engine has moved a byte of user data.
 
-*Small* operations are over then: every rank has the data of all. *Large* ones use the time while
-the leaders' headers travel for their first step in shared memory (`begin`, then `settle`).
+*Small* operations are complete then: every rank has the data of all. *Large* ones run their first
+step in shared memory while the leaders exchange headers (`begin`, then `settle`).
 
 Cost: two operations in shared memory and one all_gather of m headers between H leaders, where m is
-the most ranks a host has; a header has 264 bytes and room for data: 64 to 1024 bytes, less the
-more ranks there are.
+the largest number of ranks on a host; a header has 264 bytes and room for 64 to 1024 bytes of data,
+less with more ranks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class HeaderExchange:
         self._op, self._settled = "", True
 
     def next(self, op: str, header: Header) -> None:
-        """Tell what this rank calls next; `op` is for errors."""
+        """Set this rank's next call; `op` is for errors."""
         self._op, self.begun = op, self.begun + 1
         self._mine[:HEADER_BYTES] = header._replace(seq=self.begun).pack()
 
@@ -75,7 +75,7 @@ class HeaderExchange:
         """Exchange headers; return those of all ranks.
 
         Args:
-            data: To go with it, at most `room` bytes; None if this rank has none to show.
+            data: Sent with the header, at most `room` bytes; None if this rank sends none.
 
         Raises:
             Desync: The calls differ.
@@ -84,9 +84,9 @@ class HeaderExchange:
         return self._collect()
 
     def begin(self) -> None:
-        """Show this rank's call to its host, and send the host's calls on their way.
+        """Publish this rank's call on its host, and start to send the host's calls.
 
-        The ranks of the host may go on with shared memory: their calls are equal.
+        Afterwards the ranks of the host may use shared memory: their calls are equal.
         """
         self._send(None)
         self._settled = False
@@ -94,10 +94,10 @@ class HeaderExchange:
         for i in range(len(self._comms.hosts.mine)):
             at = i * self._length
             if self._host[at : at + CALL_BYTES] != mine:
-                self.settle()  # which raises
+                self.settle()  # this raises
 
     def settle(self) -> None:
-        """Wait for the calls of all ranks and compare them, unless that has been done.
+        """Wait for the calls of all ranks and compare them, unless it was done before.
 
         Raises:
             Desync: They differ.

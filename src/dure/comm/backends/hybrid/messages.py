@@ -1,14 +1,14 @@
 """Point-to-point in a hybrid group: shared memory inside the host, the mesh between hosts.
 
-An engine cannot say what has arrived, nor take back a receive; yet a receive from anyone may be
-answered from either side. So each message between hosts is announced by an *envelope* (number, tag,
-bytes, dtype) under a tag of its own, and the *receive thread* takes envelopes from anyone and
-matches them with posted receives. As soon as a receive has an envelope that fits, the engine is
-asked for the message, whose tag at the engine is its number. Messages of one pair and tag are
-matched in the order of their envelopes, which the engine keeps. A receive from anyone also looks,
-between naps, whether shared memory has a message for it.
+An engine cannot report which messages have arrived, nor cancel a receive; but a receive from any
+rank may get its message from this host or another. So each message between hosts is announced by an
+*envelope* (number, tag, bytes, dtype) under a separate tag, and the *receive thread* receives
+envelopes from all ranks and matches them with posted receives. Once a receive has an envelope that
+fits, it receives the message from the engine, with the number as its tag. Messages of one pair and
+tag are matched in the order of their envelopes, which the engine keeps. A receive from any rank
+also polls shared memory.
 
-The receive thread begins with the first receive that concerns other hosts.
+The receive thread is started by the first receive that may concern other hosts.
 
 Cost: one more message of 32 bytes for every message between hosts; none inside a host.
 """
@@ -50,18 +50,19 @@ class Envelope:
 
 
 class Message(Request):
-    """A pending message: a send, or a receive, which may not be known yet where it comes from.
+    """A pending message: a send or a receive.
 
     Args:
         messages: Those of its rank.
         op: "send" or "recv".
-        peer: The other end, if it is known.
+        peer: The other end; None for a receive from any rank.
         tag: The message's.
-        tensor: What is sent, or where the message goes.
+        tensor: The tensor to send, or to receive into.
 
     Attributes:
-        requests: What carries it: requests of shared memory or the engine; None until it is known
-            where the message comes from.
+        known: Set when the sender is known.
+        requests: The requests of shared memory or the engine that transfer it; None until the
+            sender is known.
     """
 
     __slots__ = ("_messages", "began", "known", "op", "peer", "requests", "tag", "tensor")
@@ -76,7 +77,7 @@ class Message(Request):
         self.requests: list[Request] | None = None
 
     def carry(self, source: int, requests: list[Request]) -> None:
-        """Tell what carries it: it was sent, or comes from `source`."""
+        """Set the requests that transfer it, and the sender of a receive."""
         self.source, self.requests = source, requests
         self.known.set()
 
@@ -98,7 +99,7 @@ class Message(Request):
         return True
 
     def await_source(self, limit: float | None) -> bool:
-        """Wait until it is known where the message comes from; False when it is `limit`."""
+        """Wait until the sender is known; return False at `limit`."""
         nap_s = _NAP_S if self.peer is None else _LOOK_S
         while not self.known.is_set():
             self._messages.examine(self)
@@ -117,7 +118,7 @@ class Messages:
 
     def __init__(self, comms: SubComms) -> None:
         self.comms = comms
-        self._lock = threading.Lock()  # of all that follows
+        self._lock = threading.Lock()  # guards the fields below
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._matching = Matching[Message, Envelope](_meets, _fits, self._refuse)
         self._receive_thread: threading.Thread | None = None
@@ -154,12 +155,12 @@ class Messages:
         self._post(message)
         if not async_op:
             message.wait()
-        elif src is None:  # somebody must look into shared memory
+        elif src is None:  # shared memory must be polled
             threading.Thread(target=_attend, args=(message,), name="dure-recv", daemon=True).start()
         return message
 
     def _inside(self, op: str, call: Callable[[], Request | None]) -> Request | None:
-        """Do something in shared memory; where the group is broken, say by what."""
+        """Run a call in shared memory; if the group is broken, raise the group's error."""
         try:
             return call()
         except DureError as e:
@@ -170,7 +171,7 @@ class Messages:
     # ---- matching --------------------------------------------------------------------------------
 
     def _post(self, message: Message) -> None:
-        """Give a receive its envelope, or let it wait for one."""
+        """Match a receive with its envelope, or keep it until one arrives."""
         with self._lock:
             if self._receive_thread is None:
                 self._receive_thread = threading.Thread(
@@ -182,10 +183,10 @@ class Messages:
                 self._answer(message, envelope)
 
     def _serve(self) -> None:
-        """Be the receive thread: give each envelope to its receive."""
+        """Run the receive thread: match each envelope with its receive."""
         head = bytearray(_ENVELOPE.size)
         memory = torch.frombuffer(head, dtype=torch.uint8)
-        with suppress(DureError):  # the group was left or is broken: waiting threads look, too
+        with suppress(DureError):  # the group was left or is broken; waiting threads check that too
             while not self.comms.state.left.is_set():
                 request = self.comms.mesh.recv(memory, None, ANNOUNCING_TAG, True)
                 request.wait()
@@ -196,7 +197,7 @@ class Messages:
                         self._answer(message, envelope)
 
     def _answer(self, message: Message, envelope: Envelope) -> None:
-        """Receive what an envelope announces."""
+        """Receive the message that an envelope announces."""
         tensor = message.tensor
         requests: list[Request] = []
         try:
@@ -231,7 +232,7 @@ class Messages:
         )
 
     def examine(self, message: Message) -> None:
-        """Look for what else may end the wait for an envelope.
+        """Check for other events that end the wait for an envelope.
 
         Raises:
             CommError: The group is broken or was left.
@@ -255,12 +256,12 @@ class Messages:
         self._fail(
             message,
             CommTimeout(
-                "no message came in time",
+                "no message arrived in time",
                 **comms.state.where("recv", began=message.began),
                 peer=peer,
                 missing=() if peer is None else (peer,),
                 seen=f"the timeout of {comms.state.timeout_s:g} s passed",
-                fix="See what the sender does, or raise the group's timeout.",
+                fix="Check what the sender does, or raise the group's timeout.",
             ),
         )
 
@@ -275,5 +276,5 @@ def _fits(message: Message, envelope: Envelope) -> bool:
 
 
 def _attend(message: Message) -> None:
-    with suppress(DureError):  # whoever waits sees it, too
+    with suppress(DureError):  # waiting threads raise it
         message.await_source(None)

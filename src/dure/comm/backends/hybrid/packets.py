@@ -1,4 +1,4 @@
-"""A listener that has heard enough: a filter lets the kernel answer nobody any more."""
+"""A filter for listening sockets, with which the kernel ignores new connections."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import ctypes
 import socket
 import struct
 
-__all__ = ["let_nobody_in"]
+__all__ = ["refuse_new_connections"]
 
 _SO_ATTACH_FILTER = 26
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # classic BPF: return 0 bytes of every packet
 
 
-def let_nobody_in(listener: socket.socket) -> None:
-    """Make a listening socket deaf: who knocks gets no answer; connections that stand go on.
+def refuse_new_connections(listener: socket.socket) -> None:
+    """Let the kernel ignore new connections to a listening socket; open connections stay.
 
-    ZeroMQ could only end the listener together with the connections that came through it.
+    ZeroMQ could close the listener only together with the connections that it accepted.
 
     Raises:
         OSError: The system has no such filters.

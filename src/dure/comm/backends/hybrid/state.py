@@ -1,22 +1,21 @@
-"""What broke a hybrid group: one abort record, the same on all ranks that can still be told.
+"""The abort record of a hybrid group: the same on all ranks that can still be reached.
 
-Whoever meets an error first turns it into an `AbortRecord`, in ranks of the whole group, and writes
-it into its host's shared segment, where it ends whatever the ranks of that host are waiting for.
-The host's leader tells the other leaders (control.py), which do the same. A segment that broke by
-itself, because a rank of the host died, holds the engine's own record, in the host's numbers: it
-is translated.
+The first rank that finds an error turns it into an `AbortRecord`, with ranks of the complete group,
+and writes it into its host's shared segment, where it ends the waits of that host's ranks. The
+host's leader sends it to the other leaders (control.py), which do the same. If a rank of the host
+died, the segment has the engine's record, with the host's rank numbers: it is translated.
 
-**Completed counts.** A rank that goes away, in order or not, must not break what it has been
-through: others may still be on their way out of it, and all that they need has been sent. So every
-rank notes each end in memory that the ranks of its host share, where it can still be read when the
-rank itself cannot be asked any more. A record says how many collectives it leaves whole (`after`),
-and each rank minds it when it has ended as many. A leader that hears of it earlier keeps it back,
-because in its host's segment a record ends whatever the leader itself waits for. The other ranks
-lose nothing by it there: once their leader has ended an operation, all have come to the last
-barrier of it.
+**Completed counts.** A rank that leaves or dies must not break the collectives that it completed:
+other ranks may still be completing them, and all the data that they need has been sent. So every
+rank counts its completed collectives in memory that the ranks of its host share, where the number
+can be read after the rank has died. A record has the number of collectives that stay valid
+(`after`), and each rank adopts it once it has completed as many. A leader that receives it earlier
+delays it, because in its host's segment a record ends the leader's own wait. The host's other ranks
+lose nothing by it: once their leader has completed an operation, all have arrived at its last
+barrier.
 
-**Two deaths.** A host's ranks agree on what its segment holds: whoever adopts a record has first
-offered it to the segment and then adopts what is there, its own or another's.
+**Two deaths.** The ranks of a host agree on the record in its segment: a rank that adopts a record
+first offers it to the segment, and then adopts the record there, its own or another's.
 
 Cost: one store into memory for each collective.
 """
@@ -41,7 +40,7 @@ from dure.native.status import Status
 __all__ = ["HybridState"]
 
 _GRACE_S = 1.0
-"""How long an engine's error waits for a record that knows more than it does."""
+"""How long an engine's error waits for a record with more detail."""
 _LOOK_S = 0.002
 _FIX = "See that rank's own output; then make a new group of the ranks that are left."
 
@@ -51,7 +50,7 @@ class HybridState(GroupState):
 
     Args:
         local: The ranks of this host.
-        hosts: Who is where.
+        hosts: The ranks by host.
         name: The group's name.
         timeout_s: How long an operation may wait.
 
@@ -65,23 +64,23 @@ class HybridState(GroupState):
         self._memory = local.allocate(8 * len(hosts.mine), True)
         words = ctypes.c_int64 * len(hosts.mine)
         self.completed = words.from_address(self._memory.data_ptr())
-        """How many collectives each rank of this host has ended, by local number."""
+        """How many collectives each rank of this host has completed, by local number."""
         self.timeout_s = timeout_s
-        self._kept: tuple[AbortRecord, float] | None = None  # and until when, at most
+        self._delayed: tuple[AbortRecord, float] | None = None  # the record, and until when
         self.engines: list[Backend] = []
         self.listeners: list[Callable[[], object]] = []
 
     @property
     def num_completed(self) -> int:
-        """How many collectives this rank has ended."""
+        """How many collectives this rank has completed."""
         return self.completed[self._hosts.local]
 
     def complete(self) -> None:
-        """Note that this rank has ended one more. Threads: one at a time."""
+        """Count one more completed collective. Threads: one at a time."""
         self.completed[self._hosts.local] += 1
 
     def look(self) -> AbortRecord | None:
-        """Return `record`, after a look at whether there is one that this rank must mind by now."""
+        """Return `record`, after adopting one that now applies to this rank."""
         if self._record is None and not self.left.is_set():
             found = self._find()
             if found is not None and found.after <= self.num_completed:
@@ -89,16 +88,16 @@ class HybridState(GroupState):
         return self._record
 
     def _find(self) -> AbortRecord | None:
-        """Return the record that another rank of this host wrote, or that is kept back here."""
+        """Return the record that another rank of this host wrote, or that is delayed here."""
         found = self._in_segment()
-        if found is None and self._kept is not None:
-            found, until = self._kept
+        if found is None and self._delayed is not None:
+            found, until = self._delayed
             if time.monotonic() > until:
-                found = self._cut(found)
+                found = self._effective_now(found)
         return found
 
-    def _cut(self, record: AbortRecord) -> AbortRecord:
-        """Return a record that leaves nothing whole but what this rank has ended."""
+    def _effective_now(self, record: AbortRecord) -> AbortRecord:
+        """Return a record by which only the collectives that this rank has completed are valid."""
         return msgspec.structs.replace(record, after=min(record.after, self.num_completed))
 
     def _in_segment(self) -> AbortRecord | None:
@@ -114,64 +113,65 @@ class HybridState(GroupState):
 
         Args:
             record: Why.
-            patience_s: How long what the record leaves whole may take to end.
+            patience_s: How long the collectives that stay valid may take to complete.
         """
         if self._record is not None:
             return
         if record.after <= self.num_completed:
             self._break(record)
-        elif self._kept is None:
-            self._kept = record, time.monotonic() + patience_s
+        elif self._delayed is None:
+            self._delayed = record, time.monotonic() + patience_s
 
     def _break(self, record: AbortRecord) -> None:
-        """Offer `record` to the host's segment, and adopt what that holds then."""
+        """Offer `record` to the host's segment, and adopt the record there."""
         self._local.group.abort(record.text())
         found = self._in_segment()
         if found is None or found == AbortRecord.read(record.text()):
-            found = record  # which may say more than there is room for
+            found = record  # the segment may have a shortened text
         self.adopt(found)
 
     def adopt(self, record: AbortRecord) -> bool:
-        """Break the group by `record`, the first; end what is waited for."""
+        """Break the group by the first `record`; end all waits."""
         with self._lock:
             if self._record is not None:
                 return False
             self._record = record
         for listener in self.listeners:
             listener()
-        for engine in self.engines:  # ends what is waited for there
-            engine.close(True)
+        for engine in self.engines:
+            engine.close(True)  # this ends waits for the engine
         return True
 
     def lose(
-        self, peer: int, what: str, after: int, patience_s: float = math.inf, **said: Any
+        self, peer: int, what: str, after: int, patience_s: float = math.inf, **more: Any
     ) -> None:
-        """Break the group because rank `peer` is lost, as `settle` does; `said` are more fields."""
+        """Break the group because rank `peer` is lost, as `settle` does; `more` are fields."""
         host = self._hosts.names[self._hosts.places[peer][0]]
-        fields: dict[str, Any] = {"peer": peer, "host": host, "fix": _FIX, "after": after} | said
+        fields: dict[str, Any] = {"peer": peer, "host": host, "fix": _FIX, "after": after} | more
         self.settle(AbortRecord(kind="PeerLost", what=what, **fields), patience_s)
 
     def interrupt(self) -> None:
-        """Break the group because this rank leaves an operation half-way, by a signal."""
+        """Break the group because a signal interrupted an operation of this rank."""
         rank, after = self.rank, self.num_completed
         what = f"rank {rank} was interrupted"
         self.settle(AbortRecord(kind="PeerLost", what=what, peer=rank, fix=_FIX, after=after))
 
     def fail(self, seen: str) -> None:
         """Break the group because a step of an operation has failed on this rank."""
-        what, after = f"rank {self.rank} could not go on", self.num_completed
+        what, after = f"an operation failed on rank {self.rank}", self.num_completed
         self.settle(AbortRecord(kind="CommError", what=what, seen=seen, fix=_FIX, after=after))
 
     def blame(self, error: DureError, op: str, seq: int | None = None) -> DureError:
         """Return the error to raise for one that a part of the backend raised.
 
-        An engine knows that a connection broke and not why; whoever knows has a moment to say it.
+        An engine does not know why a connection broke; so this waits a moment for a record of
+        another rank, which may know.
         """
         until = time.monotonic() + _GRACE_S
         while self.look() is None and not self.left.is_set():
-            found = self._find()  # it need not be kept back for an operation that failed
+            found = self._find()  # after a failed operation a record is not delayed
             if found is not None:
-                self._break(self._cut(found))
+                self._break(self._effective_now(found))
             elif isinstance(error, (CommTimeout, Desync)) or time.monotonic() > until:
                 self._break(self._translate(error, engine=True))
             else:
@@ -180,7 +180,7 @@ class HybridState(GroupState):
 
     @staticmethod
     def cause(error: DureError) -> DureError | None:
-        """Return `error` as the cause of the group's error, or None if it only has its record."""
+        """Return `error` as the cause of the group's error; None if it repeats the record."""
         return None if AbortRecord.is_in(error.seen) else error
 
     def _translate(self, error: DureError, engine: bool = False) -> AbortRecord:

@@ -1,6 +1,6 @@
-"""What a hybrid group is put together from: hosts, and the sub-communicators of their ranks.
+"""The parts of a hybrid group: hosts, and the sub-communicators of their ranks.
 
-Words used by all files of the hybrid backend:
+Terms used by all files of the hybrid backend:
 
 * *host*: ranks that reach each other's memory. Hosts are in the order of their lowest rank, the
   ranks of a host in ascending order; a rank's place among them is its *local* number.
@@ -9,12 +9,12 @@ Words used by all files of the hybrid backend:
 * *leader*: the rank of a host with local number 0. Leaders, which are rail 0, exchange headers.
 
 Each rank has up to three sub-communicators (`SubComms`): `local` joins the ranks of this host in
-shared memory, `rail` is the engine that joins this rank with its like on the other hosts, if it is
-in a rail, and `mesh` the engine that joins all ranks of all hosts; it carries what goes from one
-rank to one other. On hosts of one rank the only rail is the mesh.
+shared memory; `rail` is the engine that joins the ranks of this rank's rail, if it is in one; and
+`mesh` is the engine that joins all ranks of all hosts, and carries messages between two ranks. On
+hosts of one rank the only rail is the mesh.
 
-The engines' own time limits are out of reach: every wait here ends when the group is broken or
-left, or when the group's time is up.
+The engines' time limits are set so high that they never apply: every wait here ends when the group
+is broken or left, or at the group's timeout.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ __all__ = [
 
 LOCAL_SLACK = timedelta(seconds=1)
 """How much longer the ranks of a host wait for each other: one of them may wait for another host,
-and knows better who is missing."""
+and then its error names the missing ranks."""
 
 NUM_NUMBERS = 1 << 19
-"""How many numbers messages between hosts have, which are their tags at the engine: Gloo and the
-usual MPIs have as many, and no two ranks as many messages on their way."""
+"""Numbers of messages between hosts, which are their tags at the engine: Gloo and the usual MPIs
+have as many tags, and no two ranks have as many pending messages."""
 
 ANNOUNCING_TAG, COLLECTIVE_TAG = NUM_NUMBERS, NUM_NUMBERS + 1
-"""Tags of what announces a message, and of messages that are part of a collective."""
+"""Tags of envelopes, and of messages that are part of a collective."""
 
 _SLICE_S = 0.05
 
@@ -63,11 +63,11 @@ class Hosts:
 
     Attributes:
         ranks: Group ranks of each host.
-        names: Name of each host, for people.
+        names: Name of each host, for messages.
         rank: This rank.
         here: Number of this rank's host.
         local: This rank's place in its host.
-        num_rails: How many ranks of each host speak with other hosts.
+        num_rails: How many ranks of each host are in a rail.
         places: Host and local number of each rank.
     """
 
@@ -91,7 +91,7 @@ class Hosts:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for its host."""
+        """Whether this rank is the leader of its host."""
         return self.local == 0
 
     @property
@@ -110,7 +110,7 @@ def group_by_host(homes: Sequence[tuple[str, str]], rank: int) -> Hosts:
     """Sort ranks into hosts.
 
     Args:
-        homes: For each rank, what is equal for ranks of one host, and the host's name.
+        homes: For each rank the id of its host, equal for ranks of one host, and the host's name.
         rank: This rank.
     """
     by_home: dict[str, list[int]] = {}
@@ -134,12 +134,12 @@ class SubComms:
     """The sub-communicators of a hybrid group on one rank.
 
     Attributes:
-        hosts: Who is where.
+        hosts: The ranks by host.
         local: The ranks of this host.
         rail: This rank's rail; None if it is in none.
         mesh: All ranks.
         state: Whether the group is broken.
-        absent: Tells which ranks have not begun the current operation, as far as known.
+        absent: Returns the ranks that have not begun the current operation, as far as known.
     """
 
     hosts: Hosts
@@ -163,12 +163,12 @@ class SubComms:
                 missing=self.absent(),
                 elapsed_s=self.state.timeout_s,
                 seen=f"the timeout of {self.state.timeout_s:g} s passed",
-                fix="Look what the missing ranks are doing (py-spy dump --pid), "
+                fix="Check what the missing ranks are doing (py-spy dump --pid), "
                 "or give the group a longer timeout.",
             )
 
     def wait_until(self, request: Request, op: str, limit: float | None) -> bool:
-        """Wait for an engine's work, or shared memory's; False when it is `limit` first.
+        """Wait for work of an engine or of shared memory; return False at `limit`.
 
         Raises:
             CommError: The group was broken or left, or the work failed.

@@ -1,28 +1,27 @@
 """The MPI backend: our collectives, carried by the messages of any MPI that mpi4py finds.
 
-MPI's own reductions know no bfloat16 and fold the ranks in an order of their own, and MPI does not
-notice that ranks call different things. So its collectives are used only in groups that do not
-compare calls (`mpi.own`). Else MPI is used for getting bytes from rank to rank over whatever the
-machine has: each collective is a few *exchanges*, in which every rank sends and receives at most
-one message to and from every other, and the reductions are those of the native engine (see
-`reduction` for their order).
+MPI's own reductions do not support bfloat16 and fold the ranks in an unspecified order, and MPI
+does not notice that ranks call different things. So its collectives are used only in groups that do
+not compare calls (`mpi.own`). Else MPI only sends bytes from rank to rank: each collective is a few
+*exchanges*, in which every rank sends at most one message to every other, and the reductions are
+those of the native engine (see `reduction` for their order).
 
-With S bytes a rank, n ranks, and one exchange of headers (see `mpi.header`) before all:
+With S bytes per rank, n ranks, and first one exchange of headers (see `mpi.header`):
 
-| operation           | exchanges                                          | bytes a rank sends   |
+| operation           | exchanges                                          | bytes sent per rank  |
 |---------------------|----------------------------------------------------|----------------------|
-| all_reduce          | few bytes: everything to everyone                  | (n-1) S              |
+| all_reduce          | few bytes: all data to all ranks                   | (n-1) S              |
 |                     | else, a segment at a time: *slice* i to rank i,    | 2 S (n-1)/n          |
-|                     | which reduces it; the result to everyone           |                      |
-| reduce              | the same, but the results go to `dst` alone        | S                    |
+|                     | which reduces it; the result to all ranks          |                      |
+| reduce              | the same, but the results to `dst` alone           | S                    |
 | reduce_scatter      | part i to rank i, which reduces it                 | S (n-1)/n            |
-| broadcast           | few bytes: root to everyone                        | root: (n-1) S        |
-|                     | else slice i to rank i, then slices to everyone    | about S              |
-| all_gather          | everything to everyone                             | (n-1) S              |
-| gather, scatter,    | each part to where it belongs                      | the parts            |
+| broadcast           | few bytes: root to all ranks                       | root: (n-1) S        |
+|                     | else slice i to rank i, then slices to all ranks   | about S              |
+| all_gather          | all data to all ranks                              | (n-1) S              |
+| gather, scatter,    | each part to its receiver                          | the parts            |
 | all_to_all          |                                                    |                      |
 
-Segments bound the memory for what arrives before it is reduced: (n-1) `_SEGMENT` bytes.
+Segments limit the memory for data that are not reduced yet: (n-1) `_SEGMENT` bytes.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ Measured: docs/decisions/0010-foreign-engines.md.
 """
 
 _SEGMENT = 1 << 20
-"""Bytes of a slice that travel before the next are sent: they are reduced while in the cache."""
+"""Bytes of a slice that are sent at a time, so that they are reduced while in the cache."""
 
 _RESERVED_TAGS = 3
 
@@ -79,7 +78,7 @@ _RESERVED_TAGS = 3
 class MpiBackend:
     """One rank's part of a group over MPI; the contract is that of `Backend`.
 
-    Threads: as the contract says; see `mpi.progress`.
+    Threads: as the contract; see `mpi.progress`.
     """
 
     name = "mpi"
@@ -120,7 +119,7 @@ class MpiBackend:
     def _open(
         self, gives: Sequence[Piece] | None = None, takes: Sequence[Piece] | None = None
     ) -> Steps:
-        """Exchange headers, then what they say; few bytes come with the headers themselves."""
+        """Exchange headers, then the pieces; few bytes are sent with the headers."""
         head, nothing = self._engine.head, self._nothing
         assert head.header is not None
         yield self._headers.start(head.header._replace(seq=head.seq or 0), gives or nothing)
@@ -144,7 +143,7 @@ class MpiBackend:
         return self._engine.collective(operation, async_op)
 
     def _own_collective(self, own: OwnCollectives, call: Call) -> Steps:
-        """Leave a call to MPI; its tensors live as long as this."""
+        """Run a collective of MPI; this generator keeps its tensors alive."""
         yield Stage([own.start(call)], [-1])
 
     # ---- reductions ------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ class MpiBackend:
             yield from self._reduce_slices(slices, cut(out, begin, _SEGMENT), output.dtype, op)
 
     def _pieces(self, tensors: Sequence[torch.Tensor], single: bool) -> list[Piece]:
-        """Return the memory of one piece a rank."""
+        """Return the memory of one piece for each rank."""
         if single:
             return shares(piece_of(tensors[0]), self._size)
         return [piece_of(t) for t in tensors]
@@ -213,10 +212,10 @@ class MpiBackend:
 
     def _segments(self, tensor: torch.Tensor) -> Iterator[list[Piece]]:
         """Cut a tensor into segments, and each of these into one slice for each rank."""
-        width, whole = tensor.element_size(), piece_of(tensor)
+        width, memory = tensor.element_size(), piece_of(tensor)
         longest = _SEGMENT // width * width * self._size
-        for begin in range(0, whole[1], longest):
-            yield shares(cut(whole, begin, longest), self._size, width)
+        for begin in range(0, memory[1], longest):
+            yield shares(cut(memory, begin, longest), self._size, width)
 
     # ---- movements -------------------------------------------------------------------------------
 
@@ -254,7 +253,7 @@ class MpiBackend:
             sources = [sources[0].clone()]
         gives, takes = (self._pieces(t, call.single) for t in (sources, call.outputs))
         yield from self._open(gives, takes)
-        del sources  # whose memory was needed until now
+        del sources  # a copy must live until here
 
     def _gather(self, call: Call) -> Steps:
         gives, takes = call.gives(self._size), call.takes(self._size)
@@ -299,7 +298,7 @@ class MpiBackend:
             got = status.Get_count(self._mpi.BYTE)
             if got != nbytes:
                 raise Desync(
-                    "a message does not fit the tensor it is received into",
+                    "a message does not match its receive",
                     peer=source,
                     seen=f"{got} bytes came for a tensor of {nbytes}",
                 )
@@ -331,10 +330,9 @@ def _compares(options: BackendOptions) -> bool:
 def create_mpi(options: BackendOptions) -> MpiBackend:
     """Make the group's communicator; every rank of the group must do so.
 
-    MPI numbers the processes that it started together; Dure's ranks may be numbered otherwise, or
-    be some of them only. So each rank tells the others, through the store, which process of MPI it
-    is and on which host. From that all make the same communicator, and each sees whether the ranks
-    of its host are more than the cores.
+    MPI numbers the processes that it started together; Dure's ranks may have other numbers, or be
+    only some of them. So each rank publishes its MPI rank and its host in the store. From that all
+    make the same communicator, and each finds whether its host has more ranks than cores.
 
     Raises:
         UsageError: mpi4py or MPI is missing, the ranks were not started together by MPI, or only
@@ -343,8 +341,8 @@ def create_mpi(options: BackendOptions) -> MpiBackend:
     library = load()
     world = library.world
     mine = f"{world.Get_rank()} {_compares(options)} {platform.node()}"
-    told = [text.decode().split(" ", 2) for text in options.tell_all("mpi/rank", mine)]
-    numbers = [int(number) for number, _, _ in told]
+    members = [text.decode().split(" ", 2) for text in options.tell_all("mpi/rank", mine)]
+    numbers = [int(number) for number, _, _ in members]
     if len(set(numbers)) < options.size:
         raise UsageError(
             "the ranks were not started together by MPI",
@@ -354,21 +352,21 @@ def create_mpi(options: BackendOptions) -> MpiBackend:
             seen=f"MPI sees {world.Get_size()} of {options.size} ranks",
             fix=f"Start the program with: mpirun -n {options.size} python PROGRAM",
         )
-    if len({compares for _, compares, _ in told}) > 1:
+    if len({compares for _, compares, _ in members}) > 1:
         raise UsageError(
             "some ranks compare calls, and others do not",
             group=options.name,
             rank=options.rank,
             world_size=options.size,
             seen=", ".join(
-                f"rank {r}: verify={compares}" for r, (_, compares, _) in enumerate(told)
+                f"rank {r}: verify={compares}" for r, (_, compares, _) in enumerate(members)
             ),
             fix="Give pg_options={'verify': False} on all ranks, or on none.",
         )
-    num_here = sum(node == platform.node() for _, _, node in told)
+    num_here = sum(node == platform.node() for _, _, node in members)
     with library.lock:
-        members = world.Get_group().Incl(numbers)
-        comm = world.Create_group(members, zlib.crc32(options.name.encode()) & 0x7FFF)
-        members.Free()
+        group = world.Get_group().Incl(numbers)
+        comm = world.Create_group(group, zlib.crc32(options.name.encode()) & 0x7FFF)
+        group.Free()
     cores = min(os.cpu_count() or 1, cpu_quota())
     return MpiBackend(library, comm, options, oversubscribed=num_here > cores)

@@ -1,13 +1,13 @@
 """Headers: the short messages with which every collective over MPI begins.
 
-Each rank sends every other rank its *header* (backends/header.py) and, where it gives the receiver
-few bytes, these bytes with it (*inline*), so that a small collective needs nothing but headers.
+Each rank sends every other rank its *header* (backends/header.py). If it has few bytes for the
+receiver, they are sent with it (*inline*), so that small collectives need only headers.
 
-The headers of all operations are sent and received in the same memory by the same persistent
-requests. That is safe because a group's collectives run one after another, and MPI keeps the order
-of messages between two ranks: a peer that is already at the next operation is at most that far.
+The headers of all operations use the same memory and the same persistent requests. That is safe
+because a group's collectives run one after another, and MPI keeps the order of messages between two
+ranks: a peer is at most one operation ahead.
 
-Cost: n - 1 messages of `HEADER` bytes a rank; one step.
+Cost: each rank sends n - 1 messages of `HEADER` bytes; one step.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Stage(NamedTuple):
 
     Attributes:
         requests: Of MPI.
-        peers: The rank that each is with; -1 for anyone.
-        num_receives: How many of them are receives; these can be called off.
-        statuses: Filled when all have ended, where they matter.
+        peers: The other rank of each; -1 for any rank.
+        num_receives: How many of them are receives, which can be canceled.
+        statuses: Filled when all have ended, if needed.
     """
 
     requests: list[Any]
@@ -52,7 +52,7 @@ class Headers:
     Args:
         mpi: The module `mpi4py.MPI`.
         comm: The group's communicator.
-        tag: Which messages are headers.
+        tag: Of headers.
     """
 
     def __init__(self, mpi: Any, comm: MPI.Intracomm, tag: int) -> None:
@@ -75,8 +75,8 @@ class Headers:
         """Send the headers of a call.
 
         Args:
-            header: What is called.
-            gives: What this rank is about to send to each; few bytes are sent at once.
+            header: Of the call.
+            gives: The memory that this rank sends to each; few bytes are sent with the header.
         """
         self._fingerprint, self._mine = header.fingerprint, header.pack()
         for r in self._peers:
@@ -93,7 +93,7 @@ class Headers:
         """Compare the calls of all ranks.
 
         Raises:
-            Desync: `calls` says what each rank called.
+            Desync: They differ; `calls` has the call of each rank.
         """
         mine, said = self._mine[:CALL_BYTES], self._fingerprint
         same = all(bytes(self._in[r][:CALL_BYTES]) == mine for r in self._peers)
@@ -106,7 +106,7 @@ class Headers:
             raise record.error()
 
     def copy_back(self, takes: Sequence[Piece]) -> None:
-        """Copy what came with the headers to its place."""
+        """Copy the bytes that arrived with the headers to their place."""
         for r in self._peers:
             address, nbytes = takes[r]
             if 0 < nbytes <= INLINE and address != self.inline_address(r):
@@ -114,5 +114,5 @@ class Headers:
                 there[:] = self._in[r][HEADER_BYTES : HEADER_BYTES + nbytes]
 
     def inline_address(self, rank: int) -> int:
-        """Return where the bytes are that came with the header of `rank`."""
+        """Return the address of the bytes that arrived with the header of `rank`."""
         return self._in_address + rank * HEADER + HEADER_BYTES

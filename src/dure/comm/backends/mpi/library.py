@@ -1,11 +1,11 @@
-"""MPI as this process has it: found, loaded and started once, when the first group asks for it.
+"""The MPI library of this process: loaded and started once, for the first group that uses it.
 
-mpi4py brings no MPI of its own: its wheel finds the machine's (Open MPI, MPICH, Intel MPI) when it
-is imported. Dure starts MPI; ending it is left to mpi4py, at the process's end.
+mpi4py contains no MPI: its wheel finds that of the machine (Open MPI, MPICH, Intel MPI) when it is
+imported. Dure starts MPI; mpi4py ends it when the process ends.
 
-Threads: all calls into MPI are made under `Library.lock`, so MPI_THREAD_SERIALIZED is enough for
-Dure; a program that also calls MPI itself, from another thread, needs MPI_THREAD_MULTIPLE, which
-mpi4py asks for by default (`mpi4py.rc`).
+Threads: Dure calls MPI only while it holds `Library.lock`, so MPI_THREAD_SERIALIZED is enough; a
+program that also calls MPI itself, from another thread, needs MPI_THREAD_MULTIPLE, which mpi4py
+requests by default (`mpi4py.rc`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Library:
         MPI: The module `mpi4py.MPI`.
         threads: Whether other threads than the main one may call it.
         lock: Held during every call of ours.
-        kept: What MPI may still touch to the end: requests that nobody will finish, with their
+        kept: Objects that MPI may use until the process ends: abandoned requests with their
             memory, and the communicators of closed groups (see `mpi.progress`).
     """
 
@@ -60,7 +60,7 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """Import mpi4py, start MPI unless the program has, and return what there is.
+    """Import mpi4py, and start MPI unless the program has done it.
 
     Raises:
         UsageError: mpi4py is not installed, or finds no MPI on this machine.
@@ -87,12 +87,12 @@ def load() -> Library:
 
 
 def _start(module: Any, level: int) -> None:
-    """Start MPI with the interpreter unlocked, which mpi4py would hold.
+    """Start MPI with the interpreter unlocked; mpi4py would keep it locked.
 
-    MPI waits in there for the other processes, and these may wait for the store, which a thread of
+    MPI waits for the other processes meanwhile, and these may wait for the store, which a thread of
     this process serves.
     """
-    library = ctypes.CDLL(module.__file__)  # what it is linked with is found in it
+    library = ctypes.CDLL(module.__file__)  # it is linked with MPI
     status: int = library.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
     if status != module.SUCCESS:
         raise _absent(f"MPI_Init_thread failed with error {status}", _NO_LIBRARY)
@@ -107,13 +107,13 @@ def _absent(seen: str, fix: str) -> UsageError:
 
 
 def installed() -> bool:
-    """Tell whether mpi4py is installed; whether it finds an MPI is another question."""
+    """Return whether mpi4py is installed; it need not find an MPI."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 @functools.cache
 def available() -> bool:
-    """Tell whether mpi4py and an MPI library are here, without starting MPI.
+    """Return whether mpi4py and an MPI library are available, without starting MPI.
 
     Cost:
         Where mpi4py is installed, the first call starts a Python to try: some 0.1 s.
@@ -132,6 +132,6 @@ def available() -> bool:
 
 
 def launched() -> bool:
-    """Tell, by the marks they leave, whether an MPI launcher started this process."""
+    """Return, by environment variables, whether an MPI launcher started this process."""
     marks = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
     return any(env.text(mark) is not None for mark in marks)

@@ -1,7 +1,7 @@
-"""Pieces of memory that travel by MPI: addresses and lengths, and what is done with them.
+"""Pieces of memory that MPI sends: addresses and lengths.
 
-MPI takes anything that has Python's buffer interface; `MPI.memory.fromaddress` makes that of an
-address, so no tensor is ever copied or converted on its way.
+MPI takes objects with Python's buffer interface; `MPI.memory.fromaddress` makes one from an
+address, so tensors are not copied or converted.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def piece_of(tensor: torch.Tensor) -> Piece:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def shares(whole: Piece, n: int, width: int = 1) -> list[Piece]:
-    """Cut `whole` into `n` pieces of equal length, or nearly, of elements of `width` bytes."""
-    start, nbytes = whole
+def shares(piece: Piece, n: int, width: int = 1) -> list[Piece]:
+    """Cut `piece` into `n` pieces of about equal length, of elements of `width` bytes."""
+    start, nbytes = piece
     count = nbytes // width
     ends = [count * i // n * width for i in range(n + 1)]
     return [(start + a, b - a) for a, b in pairwise(ends)]
@@ -70,7 +70,7 @@ def staging(nbytes: int, n: int) -> tuple[torch.Tensor, list[Piece]]:
 
 
 def messages(piece: Piece, least: int) -> Iterator[Piece]:
-    """Yield the messages that `piece` travels in, if it has more than `least` bytes."""
+    """Yield the messages in which `piece` is sent, if it has more than `least` bytes."""
     address, nbytes = piece
     if nbytes > least:
         for begin in range(0, max(nbytes, 1), _LONGEST):

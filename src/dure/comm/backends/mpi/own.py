@@ -1,14 +1,15 @@
 """MPI's own nonblocking collectives, in groups that do not compare calls.
 
 With ``pg_options={"verify": False}`` no headers are exchanged, and MPI's collectives are used if
-they are quicker than ours: for short tensors. They know neither 16 bit floats nor averages, lose
-NaN in minima and maxima, and fold the ranks in an order of their own. So they take broadcasts, sums
-and products of float32, float64 and integers, and the other reductions of integers.
+they are faster than Dure's: for short tensors. They support neither 16 bit floats nor averages,
+lose NaN in minima and maxima, and fold the ranks in an unspecified order. So they are used for
+broadcasts, sums and products of float32, float64 and integers, and the other reductions of
+integers.
 
-They cannot be called off. A rank polls them like any other request, so a wait has a limit and can
-be interrupted; the memory of one that was given up is kept (`mpi.progress`).
+They cannot be canceled. A rank polls them like any other request, so a wait has a limit and can be
+interrupted; the memory of an abandoned one is kept (`mpi.progress`).
 
-All ranks take the same way: it depends only on what must be equal on all ranks.
+All ranks make the same choice: it depends only on arguments that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["OwnCollectives"]
 
 _MOST = {"all_reduce": 64 << 10, "reduce": 16 << 10, "broadcast": 4 << 20}
-"""The longest tensors, in bytes, for which MPI is quicker.
+"""The longest tensors, in bytes, for which MPI is faster.
 
 Measured: docs/decisions/0010-foreign-engines.md.
 """
@@ -43,7 +44,7 @@ _OF_INTEGERS = {"MIN": "MIN", "MAX": "MAX", "BAND": "BAND", "BOR": "BOR", "BXOR"
 
 
 class OwnCollectives:
-    """What MPI does by itself on one communicator.
+    """The collectives of MPI on one communicator.
 
     Args:
         mpi: The module `mpi4py.MPI`.
@@ -59,7 +60,7 @@ class OwnCollectives:
         }
 
     def takes(self, call: Call) -> bool:
-        """Return whether MPI is quicker for this call."""
+        """Return whether MPI is faster for this call."""
         if call.kind not in self._starts or call.outputs[0].nbytes > _MOST[call.kind]:
             return False
         return call.reduction is None or self._operator(call) is not None

@@ -1,13 +1,13 @@
 """Rendezvous over MPI: no address, no port, no environment variable.
 
-MPI knows how many processes there are and which one this is, so the ranks only lack their store.
-Rank 0 serves one, with a job key of its own making, on a port that the system picks; every rank
-says hello to rank 0 by an MPI message, with its host, and gets the store's place and key in return.
-If all ranks are on one host the store listens on loopback. Otherwise it listens on the interface
-that leads to the first of the other hosts; if rank 0 does not know that host's name, at the address
-that rank 0's own host has for others. DURE_STORE_BIND names another one.
+MPI has the number of processes and the rank of each, so the ranks only lack their store. Rank 0
+serves one, with a new job key, on a port that the system chooses; every rank sends rank 0 an MPI
+message with its host (a *hello*), and receives the store's address and key. If all ranks are on one
+host the store listens on loopback. Otherwise it listens on the interface that leads to the first of
+the other hosts; if rank 0 cannot resolve that host's name, at the address that its own host has for
+others. DURE_STORE_BIND sets another address.
 
-A rank that does not come is named: rank 0 knows who said hello, and tells the others.
+Rank 0 reports the ranks that did not call to all others, so that their errors name them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _REPLY_S = 2.0
 
 
 def find_mpi_place(timeout_s: float) -> InitMethod:
-    """Learn from MPI who we are, and from rank 0 where the store is.
+    """Get rank and size from MPI, and the store's address from rank 0.
 
     Raises:
         UsageError: mpi4py or MPI is missing.
-        RendezvousTimeout: A rank did not come; `missing` says which.
+        RendezvousTimeout: A rank did not call; `missing` names it.
         StoreError: Rank 0 cannot serve.
 
     Collective:
@@ -51,29 +51,28 @@ def find_mpi_place(timeout_s: float) -> InitMethod:
     rank, size = library.world.Get_rank(), library.world.Get_size()
     server: StoreServer | None = None
     if rank == 0:
-        told, server = _invite(library, timeout_s)
+        reply, server = _invite(library, timeout_s)
     else:
-        told = _say_hello(library, timeout_s)
-    if "missing" in told:
+        reply = _say_hello(library, timeout_s)
+    if "missing" in reply:
         raise RendezvousTimeout(
-            "not all ranks came",
+            "not all ranks called init_process_group",
             rank=rank,
-            came=tuple(told["came"]),
-            missing=tuple(told["missing"]),
+            came=tuple(reply["came"]),
+            missing=tuple(reply["missing"]),
             elapsed_s=timeout_s,
-            seen=f"MPI started ranks {told['missing']} too, but they did not call "
-            "init_process_group",
+            seen=f"MPI also started ranks {reply['missing']}",
             fix="All processes of the MPI job must call it.",
         )
-    if "failed" in told:
-        raise StoreError("rank 0 cannot serve the store", rank=rank, seen=told["failed"])
-    key = JobKey(bytes.fromhex(told["key"]))
-    endpoint = TcpEndpoint(host=told["ip"], port=told["port"], name="mpi", key=key, server=server)
+    if "failed" in reply:
+        raise StoreError("rank 0 cannot serve the store", rank=rank, seen=reply["failed"])
+    key = JobKey(bytes.fromhex(reply["key"]))
+    endpoint = TcpEndpoint(host=reply["ip"], port=reply["port"], name="mpi", key=key, server=server)
     return InitMethod(endpoint=endpoint, rank=rank, world_size=size)
 
 
 def _invite(library: Library, timeout_s: float) -> tuple[dict[str, Any], StoreServer | None]:
-    """Wait for all ranks, serve, and say where."""
+    """Wait for the hellos of all ranks, start the store, and send its address and key."""
     world, mpi = library.world, library.MPI
     size, server = world.Get_size(), None
     hellos = [bytearray(_MESSAGE) for _ in range(1, size)]
@@ -82,24 +81,24 @@ def _invite(library: Library, timeout_s: float) -> tuple[dict[str, Any], StoreSe
     if _finish(library, requests, timeout_s):
         others = [bytes(hello).rstrip(b"\0").decode() for hello in hellos]
         try:
-            told, server = _serve(others)
+            answer, server = _serve(others)
         except StoreError as error:
-            told = {"failed": str(error)}
+            answer = {"failed": str(error)}
     else:
         came = [0, *(r for r, request in enumerate(requests, start=1) if request.Test())]
         for request in requests:
             if request != mpi.REQUEST_NULL:
                 request.Cancel()
-        told = {"came": came, "missing": [r for r in range(size) if r not in came]}
-    text = _padded(json.dumps(told).encode())
+        answer = {"came": came, "missing": [r for r in range(size) if r not in came]}
+    text = _padded(json.dumps(answer).encode())
     sent = [world.Isend(text, r, _TAG) for r in came if r]
     if not _finish(library, sent, _REPLY_S):
         library.kept.append((sent, text))
-    return told, server
+    return answer, server
 
 
 def _say_hello(library: Library, timeout_s: float) -> dict[str, Any]:
-    """Tell rank 0 that we are here, and take its reply."""
+    """Send a hello to rank 0, and return its reply."""
     world, answer = library.world, bytearray(_MESSAGE)
     hello = world.Isend(_padded(_own_host().encode()), 0, _TAG)
     reply = world.Irecv(answer, 0, _TAG)
@@ -110,12 +109,12 @@ def _say_hello(library: Library, timeout_s: float) -> dict[str, Any]:
 
 
 def _own_host() -> str:
-    """Return what sets this host apart from others, whatever they are called, and its name."""
+    """Return the host's name and its id, which differs between hosts of one name."""
     return f"{platform.node()} {myself().host_id}"
 
 
 def _serve(others: list[str]) -> tuple[dict[str, Any], StoreServer]:
-    """Start the store where all can reach it; the ranks' hosts are `others`."""
+    """Start the store at an address that the hosts of the `others` can reach."""
     bind, key = env.text("DURE_STORE_BIND"), mint()
     abroad = [host.partition(" ")[0] for host in others if host != _own_host()]
     if bind and not is_wildcard(bind):

@@ -1,27 +1,25 @@
-"""The progress engine: how operations over MPI go on, wait, fail, and leave.
+"""The progress engine: how operations over MPI advance, wait, fail, and leave.
 
 A *stage* is a list of MPI requests that run together. An operation is a generator of stages: when
-all requests of one have ended it goes on, works on what has arrived, and begins the next; it never
-waits itself. Whoever waits for an operation *polls*: it tests the requests of the current stage
-and, when all have ended, lets the operation go on. So nobody ever blocks inside MPI: a wait can be
-interrupted, and has a limit.
+all requests of one have ended it processes the data that arrived, and begins the next; it never
+waits itself. A thread that waits for an operation *polls*: it tests the requests of the current
+stage and, when all have ended, advances the operation. So no thread blocks inside MPI: a wait can
+be interrupted, and has a limit.
 
-* **Collectives** run one after another, in the order of the calls, on all ranks alike. They are not
-  run by an `OrderedQueue` (backends/queue.py), whose one thread takes each action to its end: MPI
-  goes on only while somebody polls, and so whoever waits takes every operation along, without the
-  turn of a thread, which takes nearly as long as a whole small collective
-  (docs/decisions/0010-foreign-engines.md).
+* **Collectives** run one after another, in the order of the calls, which is the same on all ranks.
+  They do not run on an `OrderedQueue` (backends/queue.py): MPI makes progress only while it is
+  polled, so a waiting thread advances all operations itself. Waking another thread would take
+  nearly as long as a small collective (docs/decisions/0010-foreign-engines.md).
 * **Messages** are operations of one stage, independent of collectives and of each other.
-* **Asynchronous operations** are polled by a helper thread while nobody else polls; it sleeps
-  when there are none. Where MPI allows one thread only, they go on when the program waits or asks.
-* **Abort records.** A rank that leaves, or whose collective fails, tells all peers in a message of
-  its own, with the number of collectives that it completed: later ones will never take place, and
-  all who wait for one raise. Nobody sends anything while all is well. They are looked for before a
-  collective, before its data move, and now and then while a rank waits.
+* **Asynchronous operations** are polled by a helper thread while no other thread polls; it sleeps
+  when there are none. If MPI allows only one thread, they advance when the program waits or polls.
+* **Abort records.** A rank that leaves, or whose collective fails, sends all peers a message with
+  the number of collectives that it completed: later ones will never run, and ranks that wait for
+  one raise. No such messages are sent otherwise. Ranks check for them before a collective, before
+  its data move, and regularly while they wait.
 
-A communicator that is left is kept to the end of the process: a message may still be on its way to
-it, which MPI cannot call off, and would be taken for one of the next group that MPI gives the same
-number.
+A communicator that was left is kept until the process ends: MPI cannot cancel a message to it, and
+might deliver the message to the next group to which it gives the same number.
 
 Threads: every method, from any thread; `Library.lock` guards everything.
 """
@@ -51,10 +49,10 @@ if TYPE_CHECKING:
 __all__ = ["Operation", "ProgressEngine", "Steps"]
 
 Steps = Generator[Stage, None, None]
-"""The stages of an operation; what runs between two of them works on what has arrived."""
+"""The stages of an operation; the code between two of them processes the data that arrived."""
 
 _LOOK_EVERY = 16
-"""Polls between two looks for abort records: a look costs about as much as a poll."""
+"""Polls between two checks for abort records: a check costs about as much as a poll."""
 
 _SPIN = 5_000
 """Polls, of about a microsecond, before a waiting rank gives up its core.
@@ -68,17 +66,17 @@ _YIELD = 20_000
 _NAP_S = 5e-5
 _LONG_NAP_S = 1e-3
 _GRACE_S = 0.2
-"""How long a message of a peer that left may still be on its way."""
+"""How long a message of a peer that left may take to arrive."""
 
 
 class Operation(Request):
-    """A collective or a message on its way: a generator that yields stages.
+    """A pending collective or message: a generator that yields stages.
 
     Args:
-        engine: Where it runs.
-        name: As users call it.
-        steps: Its stages; None where they are yet to be set.
-        peer: The rank at the other end of a message; None for a collective, or for anyone.
+        engine: Of the group.
+        name: The operation's name in errors.
+        steps: Its stages; None if they are set later.
+        peer: The rank at the other end of a message; None for a collective, or for any rank.
         header: Of a collective.
     """
 
@@ -100,11 +98,11 @@ class Operation(Request):
         self.seq: int | None = None
 
     def error_of(self, record: AbortRecord) -> DureError:
-        """Make what it raises of a record."""
+        """Make the error of this operation from a record."""
         return record.error(**self.engine.state.where(self.name, self.seq, self.began))
 
     def finish(self, record: AbortRecord | None) -> None:
-        """End, well or badly, and let the tensors go."""
+        """End with the record's error, or successfully; release the tensors."""
         if self.end(None if record is None else self.error_of(record)):
             self.steps = None
 
@@ -123,7 +121,7 @@ class ProgressEngine:
         comm: The group's communicator.
         name: The group's name.
         timeout_s: How long an operation may wait for its peers.
-        tag: Which messages carry abort records.
+        tag: Of abort records.
         oversubscribed: More ranks than cores share this host: do not spin.
     """
 
@@ -144,7 +142,7 @@ class ProgressEngine:
         self._spin = 0 if oversubscribed else _SPIN
         self._queue: deque[Operation] = deque()
         self._messages: list[Operation] = []
-        self._left: dict[int, float] = {}  # which ranks left, and when we heard of it
+        self._left: dict[int, float] = {}  # ranks that left: when their records arrived
         self._num_started = self._num_completed = self._num_polls = 0
         self._busy = threading.Condition(self._lock)
         self._helper: threading.Thread | None = None
@@ -153,7 +151,7 @@ class ProgressEngine:
 
     @property
     def head(self) -> Operation:
-        """The collective that is running; its steps may ask."""
+        """The collective that is running."""
         return self._queue[0]
 
     def collective(self, operation: Operation, async_op: bool) -> Operation | None:
@@ -180,7 +178,7 @@ class ProgressEngine:
         """Begin a message, and wait for it unless it is asynchronous."""
         with self._lock:
             self._check_open(operation)
-            self._hear()
+            self._receive_records()
             peer = operation.peer
             if operation.name == "send" and peer is not None and peer in self._left:
                 raise operation.error_of(AbortRecord.gone(peer))
@@ -193,8 +191,8 @@ class ProgressEngine:
         return operation
 
     def look(self, operation: Operation) -> None:
-        """Raise if a collective will never take place."""
-        self._hear()
+        """Raise if a collective will never run."""
+        self._receive_records()
         if operation.seq is not None and self.state.ends(operation.seq):
             raise self.state.error(operation.name, operation.seq, operation.began)
 
@@ -206,7 +204,7 @@ class ProgressEngine:
     # ---- progress --------------------------------------------------------------------------------
 
     def wait(self, operation: Operation, limit: float | None) -> bool:
-        """Poll until `operation` has ended; False if it is `limit` first."""
+        """Poll until `operation` has ended; return False at `limit`."""
         num_polls = 0
         while True:
             with self._lock:
@@ -220,7 +218,7 @@ class ProgressEngine:
             self._pause(num_polls)
 
     def _pause(self, num_polls: int) -> None:
-        """Wait a moment: not at all at first, then give up the core, then sleep."""
+        """Wait between polls: first not at all, then yield the core, then sleep."""
         if num_polls < self._spin:
             return
         if num_polls < _YIELD:
@@ -229,7 +227,7 @@ class ProgressEngine:
             time.sleep(_NAP_S if num_polls < 4 * _YIELD else _LONG_NAP_S)
 
     def poll(self) -> None:
-        """Make what progress there is, unless another thread does so right now."""
+        """Advance all operations, unless another thread is doing so."""
         if self._lock.acquire(blocking=False):
             try:
                 self._poll()
@@ -239,18 +237,18 @@ class ProgressEngine:
     def _poll(self) -> None:
         self._num_polls += 1
         if not self._num_polls % _LOOK_EVERY and not self.state.left.is_set():
-            self._hear()
+            self._receive_records()
         queue = self._queue
         while queue and self._advance(queue[0]):
             if queue:
                 queue.popleft()
             if queue:
-                queue[0].began = time.monotonic()  # its time is its own, not that of those before
+                queue[0].began = time.monotonic()  # its limit excludes the operations before it
         if self._messages:
             self._messages = [m for m in self._messages if not self._advance(m)]
 
     def _advance(self, operation: Operation) -> bool:
-        """Let an operation go as far as it can; True if it has ended."""
+        """Advance an operation as far as possible; return whether it has ended."""
         if operation.ended:
             return True
         try:
@@ -277,11 +275,11 @@ class ProgressEngine:
             self._fail(operation, AbortRecord(kind="PeerLost", what=what, peer=rank))
             raise
         else:
-            self._check_hope(operation)
+            self._check_limits(operation)
         return operation.ended
 
-    def _check_hope(self, operation: Operation) -> None:
-        """End an operation that will never take place, or whose time is up."""
+    def _check_limits(self, operation: Operation) -> None:
+        """End an operation that will never run, or whose time is up."""
         seq, record = operation.seq, self.state.record
         if record is not None and seq is not None and self.state.ends(seq):
             self._fail(operation, record)
@@ -291,19 +289,19 @@ class ProgressEngine:
             self._check_sender(operation)
 
     def _expire(self, operation: Operation) -> None:
-        """Give up, and name the ranks that the current stage still waits for."""
+        """End an operation with a timeout that names the ranks for which its stage waits."""
         waits = zip(operation.stage.requests, operation.stage.peers, strict=True)
         missing = tuple(
             sorted({peer for request, peer in waits if peer >= 0 and not request.Test()})
         )
         message = operation.seq is None
-        seen, fix = f"missing {list(missing)}", "See what the missing ranks do"
-        if not (missing or message):  # in MPI's own collectives nothing is known of the peers
-            seen = "which ranks is not known: this group does not compare calls"
+        seen, fix = f"missing {list(missing)}", "Check what the missing ranks do"
+        if not (missing or message):  # MPI's own collectives do not report missing peers
+            seen = "the missing ranks are not known, because this group does not compare calls"
             fix = "Leave out verify=False to have them named"
         record = AbortRecord(
             kind="CommTimeout",
-            what="no peer came in time" if message else "not all ranks called in time",
+            what="no message arrived in time" if message else "not all ranks called in time",
             missing=missing,
             seen=seen,
             fix=f"{fix}, or raise the group's timeout.",
@@ -311,9 +309,9 @@ class ProgressEngine:
         self._fail(operation, record)
 
     def _check_sender(self, operation: Operation) -> None:
-        """End a message whose other end has left, a moment after we heard of it."""
-        heard_of = time.monotonic() - _GRACE_S
-        gone = [rank for rank, heard in self._left.items() if heard < heard_of]
+        """End a message whose other end has left, a moment after its record arrived."""
+        before = time.monotonic() - _GRACE_S
+        gone = [rank for rank, arrived in self._left.items() if arrived < before]
         awaited = range(self.state.size) if operation.peer is None else [operation.peer]
         awaited = [rank for rank in awaited if rank != self.state.rank]
         if awaited and all(rank in gone for rank in awaited):
@@ -329,7 +327,7 @@ class ProgressEngine:
         self._busy.notify()
 
     def _help(self) -> None:
-        """Poll while there is something to do and nobody else has polled since the last look."""
+        """Run the helper thread: poll pending operations while no other thread polls."""
         seen: int | None = None
         while True:
             with self._lock:
@@ -347,21 +345,21 @@ class ProgressEngine:
     # ---- failing ---------------------------------------------------------------------------------
 
     def _fail(self, operation: Operation, record: AbortRecord) -> None:
-        """End an operation with `record`; a collective takes all later ones with it, everywhere."""
+        """End an operation with `record`; after a collective also all later ones, on all ranks."""
         self._abandon(operation)
         operation.finish(record)
         if operation.seq is None:
             return
         record = msgspec.structs.replace(record, after=self._num_completed)
         if self.state.adopt(record):
-            self._tell(record)
+            self._send_record(record)
         for later in self._queue:
             if not later.ended:
                 later.finish(self.state.record)
         self._queue.clear()
 
     def _abandon(self, operation: Operation) -> None:
-        """Call off what can be called off, and keep the memory of what cannot."""
+        """Cancel the receives of an operation, and keep the memory of other requests."""
         stage, mpi = operation.stage, self._library.MPI
         for request in stage.requests[: stage.num_receives]:
             with suppress(mpi.Exception):
@@ -376,21 +374,21 @@ class ProgressEngine:
         mpi, statuses = self._library.MPI, operation.stage.statuses or ()
         codes = [error.Get_error_code(), *(status.Get_error() for status in statuses)]
         if mpi.ERR_TRUNCATE in map(mpi.Get_error_class, codes):
-            what = "a message does not fit the tensor it is received into"
+            what = "a message does not match its receive"
             return AbortRecord(kind="Desync", what=what, peer=operation.peer)
         seen = error.Get_error_string()
         return AbortRecord(kind="InternalError", what="MPI failed", seen=seen)
 
-    def _tell(self, record: AbortRecord) -> None:
-        """Send all peers what happened here."""
+    def _send_record(self, record: AbortRecord) -> None:
+        """Send a record to all peers."""
         text = record.text().encode()
         rank, size = self.state.rank, self.state.size
         sent = [self._comm.Isend(text, r, self._tag) for r in range(size) if r != rank]
         if sent and not self._library.MPI.Request.Testall(sent):
             self._library.kept.append((sent, text))
 
-    def _hear(self) -> None:
-        """Take what peers have told; most often nothing."""
+    def _receive_records(self) -> None:
+        """Receive the peers' records; usually there are none."""
         if not self._comm.Iprobe(self._any, self._tag):
             return
         status = self._library.MPI.Status()
@@ -399,14 +397,14 @@ class ProgressEngine:
             text = bytearray(status.Get_count(self._library.MPI.BYTE))
             self._comm.Recv(text, peer, self._tag)
             record = AbortRecord.read(bytes(text))
-            if record.kind == "PeerLost" and record.peer == peer:  # it left, or was interrupted
+            if record.kind == "PeerLost" and record.peer == peer:  # the sender left
                 self._left[peer] = time.monotonic()
             self.state.adopt(record)
 
     # ---- leaving ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave: what is pending ends with `Aborted`, and peers are told."""
+        """Leave: pending operations end with `Aborted`, and peers receive a record."""
         with self._lock:
             if self.state.left.is_set():
                 return
@@ -418,7 +416,7 @@ class ProgressEngine:
                     operation.finish(left)
             self._queue.clear()
             self._messages.clear()
-            self._tell(left)
+            self._send_record(left)
             self._library.kept.append(self._comm)
             self._busy.notify_all()
             helper = self._helper

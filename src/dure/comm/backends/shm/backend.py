@@ -1,12 +1,12 @@
-"""The backend of one host: the native engine on one shared segment a group.
+"""The backend of one host: the native engine on one shared segment per group.
 
-What happens in a call is told in csrc/core: "Segment" (segment.h), "Order of calls" (channel.h),
+Notes in csrc/core describe the calls: "Segment" (segment.h), "Order of calls" (channel.h),
 "Barrier" and "Waiting" (barrier.cpp), "Fingerprint" (fingerprint.cpp), "Five ways to all_reduce"
 (all_reduce.cpp), "Rounds" (move.cpp), "Streaming" (copying.h), "Symmetric heap" (symmetric_heap.h).
-This file turns tensors into addresses and lengths, and outcomes into exceptions.
+This module turns tensors into addresses and lengths, and outcomes into exceptions.
 
-Threads: calls, requests and `close` from any thread at any time. A group must not be used in a
-child process that was forked after the group was made.
+Threads: calls, requests and `close` from any thread at any time. A child process that was forked
+after the group was made must not use it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import cast
 
 import torch
 
-from dure.comm.backends.base import BackendOptions, Footprint, channel_name
+from dure.comm.backends.base import BackendOptions, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.backends.shm.copying import CopyPlan
 from dure.comm.backends.shm.flight import EngineFlight
@@ -27,8 +27,7 @@ from dure.comm.call import KIND_CODES, Call
 from dure.comm.codes import dtype_code
 from dure.comm.memory import heap_empty, limits_of_heap, tensor_of
 from dure.errors import DureError
-from dure.native import Channel, Group, HeapMemory, Outcome
-from dure.native import Request as EngineRequest
+from dure.native import Channel, EngineRequest, Group, HeapMemory, Outcome
 from dure.native.status import Status, error_of
 from dure.trace import flight, logs
 
@@ -41,7 +40,7 @@ _IN_PLACE = frozenset({"broadcast", "all_reduce", "reduce"})
 def _error(
     group: str, rank: int, size: int, outcome: Outcome, pid: int, timeout_s: float
 ) -> DureError:
-    """Make the exception for what the engine says; without the backend, which has the engine."""
+    """Make the exception for an outcome; the engine keeps this function, but not the backend."""
     label = channel_name(group, outcome.channel)
     return error_of(outcome, group=label, rank=rank, size=size, pid=pid, timeout_s=timeout_s)
 
@@ -58,10 +57,10 @@ def _even(tensor: torch.Tensor, n: int) -> list[int]:
 class ShmBackend:
     """The ranks of a group on one host (see `backends.base.Backend` for the contract).
 
-    Cost and Numerics of each operation are told where it is implemented, in csrc/core.
+    csrc/core documents the cost and numerics of each operation.
 
     Attributes:
-        group: The engine's part, for who builds on it (backends/hybrid).
+        group: The engine's part, for backends/hybrid.
     """
 
     name = "shm"
@@ -71,8 +70,8 @@ class ShmBackend:
     fuses = True
     channels = 2
 
-    def __init__(self, group: Group, options: BackendOptions, footprint: Footprint) -> None:
-        self.group, self.footprint = group, footprint
+    def __init__(self, group: Group, options: BackendOptions, segment_bytes: int) -> None:
+        self.group, self._segment_bytes = group, segment_bytes
         self._error = partial(_error, options.name, options.rank, options.size)
         group.set_error(self._error)
         self._channels = group.channel(0), group.channel(1)
@@ -92,15 +91,15 @@ class ShmBackend:
     @property
     def details(self) -> str:
         """What was chosen for the group, as text for the log."""
-        staging = f"staging buffers ({logs.size_text(self.footprint.nbytes)} of addresses)"
+        staging = f"staging buffers ({logs.size_text(self._segment_bytes)} of addresses)"
         return f"{self.copies.sentence} {staging}"
 
     def way(self, call: Call) -> str:
-        """Return which way a call takes, as text for the log."""
+        """Return how a call runs, as text for the log."""
         return way(call, self._size, self.copies)
 
     def error(self, outcome: Outcome) -> DureError:
-        """Make the exception for what the engine says."""
+        """Make the exception for an outcome of the engine."""
         pid = self.group.pid_of(outcome.peer) if outcome.peer >= 0 else 0
         return self._error(outcome, pid, self._timeout_s)
 
@@ -110,7 +109,7 @@ class ShmBackend:
         return (tuple(range(self._size)),)
 
     def gone(self, rank: int) -> bool:
-        """Tell whether `rank` has died, or left."""
+        """Return whether `rank` has died or left."""
         return self.group.gone(rank)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -150,7 +149,7 @@ class ShmBackend:
         return self._request(result)
 
     def _blocks(self, call: Call) -> tuple[list[int], list[int]]:
-        """Return the memory of a call as the engine reads it: addresses and lengths in turn."""
+        """Return the memory of a call as the engine reads it: alternating addresses and lengths."""
         kind, n = call.kind, self._size
         if kind in _IN_PLACE:
             return [], _each(call.outputs)
@@ -171,7 +170,7 @@ class ShmBackend:
         return self._request(self.group.send(*memory, dst, tag, async_op, tensor))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
-        """Receive into `tensor` from `src`, or from anyone; a finished request where not async."""
+        """Receive into `tensor` from `src`, or from any rank; finished if not asynchronous."""
         code = dtype_code(tensor.dtype)
         source = -1 if src is None else src
         memory = tensor.data_ptr(), tensor.nbytes, code
@@ -184,7 +183,7 @@ class ShmBackend:
     # ---- memory and life -------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor:
-        """See `Backend.allocate`; what is not node-shared, this rank allocates alone."""
+        """See `Backend.allocate`."""
         if not node_shared:
             return heap_empty(nbytes, dtype=torch.uint8, zeroed=True, must=False)
         made = self.group.host_shared_empty(nbytes)
@@ -196,14 +195,14 @@ class ShmBackend:
         return tensor_of(made, (nbytes,), torch.uint8)
 
     def leave_unrecorded(self) -> None:
-        """Leave these operations out of flight records: they are steps of another group's."""
+        """Leave this group's operations out of flight records: they are steps of another group."""
         flight.forget(self._flight)
 
     def close(self, abort: bool) -> None:
         """Leave: pending operations end with `Aborted`; peers see that this rank left.
 
-        The engine makes no difference between an orderly end and an abort: a rank that has left
-        disturbs nobody who does not wait for it.
+        The engine does not distinguish between an orderly end and an abort: a rank that has left
+        affects only ranks that wait for it.
         """
         del abort
         flight.retire(self._flight)

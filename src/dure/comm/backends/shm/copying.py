@@ -1,8 +1,8 @@
-"""How the engine copies memory between ranks, as a user sets and sees it.
+"""How the engine copies memory between ranks: the setting, and what was chosen.
 
-Staging moves every byte twice, one copy by the kernel (process_vm_readv) once. Which is quicker
-depends on how far apart the cores are, so the first group of a host measures it
-(csrc/core/calibration.h); DURE_SINGLE_COPY says otherwise.
+Staging moves every byte twice, a copy by the kernel (process_vm_readv) once. Which is faster
+depends on the distance between the cores, so the first group of a host measures it
+(csrc/core/calibration.h), unless DURE_SINGLE_COPY sets it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MEASURE, _NEVER = -1, -2
 class CopyPlan(NamedTuple):
     """How the ranks of a group copy (the engine's `Group.copies`); equal on all of them.
 
-    `line_us` is a cache line's way from core to core, 0 where nothing was measured. The thresholds
-    are in bytes, None for never.
+    `line_us` is the time of a cache line from core to core, 0 if nothing was measured. The
+    thresholds are in bytes, None for never.
     """
 
     permitted: bool
@@ -42,9 +42,9 @@ class CopyPlan(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The same for the log; "staging buffers" come next."""
+        """The beginning of a sentence for the log, which ends with "staging buffers"."""
         if not self.permitted:
-            return "the kernel may not copy between ranks, or shall not: all data go through"
+            return "single copies are not permitted, or off: all data go through"
         why = f"measured, {self.line_us:.2f} us per cache line" if self.measured else "not measured"
         return (
             f"the kernel copies messages {_from(self.message_bytes)}, one block for all ranks "

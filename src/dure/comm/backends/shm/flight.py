@@ -1,7 +1,7 @@
 """The shm engine's own ring of operations, as the flight recorder wants it.
 
-The engine notes every operation below Python (csrc/core/flight.h), which costs some 15 ns; the
-names and errors are made here, when somebody asks.
+The engine records every operation below Python (csrc/core/flight.h), which costs some 15 ns; names
+and errors are made here, when records are read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EngineFlight:
         )
 
     def records(self, last: int | None = None) -> list[Record]:
-        """Return what the engine has kept, the oldest first; or only the `last` ones."""
+        """Return the engine's records, the oldest first; or only the `last` ones."""
         o = self.origin
         found: list[Record] = []
         num_messages = 0

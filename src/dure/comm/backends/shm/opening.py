@@ -1,11 +1,11 @@
-"""How the ranks of a group come to share one segment.
+"""Creation of the segment that the ranks of a group share.
 
 Rank 0 makes the segment and offers "pid:fd:nonce", or "!" and why it could not. The others map it,
-and all wait, in the segment itself, until everyone has. A rank that cannot map it says so under
+and all ranks wait, in the segment, until each has. A rank that cannot map it writes the reason to
 "shm/refused" in the group's store, so that all ranks raise the same error at once.
 
-The offers are exchanged with all else that the ranks of a group tell each other; `create` exchanges
-them alone, through the store.
+The offer is part of the exchange in which the ranks create the group; `create` exchanges it alone,
+through the store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from dure import env
-from dure.comm.backends.base import BackendOptions, Footprint
+from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.shm.backend import ShmBackend
 from dure.comm.backends.shm.copying import single_copies_wanted
 from dure.errors import DureError, RendezvousError, RendezvousTimeout, UsageError
@@ -31,11 +31,11 @@ _SEGMENT_KEY = "shm/segment"
 _REFUSED_KEY = "shm/refused"
 _quota = functools.cache(cpu_quota)
 _LOOK_S = 0.05
-"""How long a rank waits for the others before it looks whether one of them could not."""
+"""How long a rank waits for the others before it checks whether one of them failed."""
 
 
 class ShmOpening:
-    """One rank's part of a group that is coming about (see `backends.registry.Opening`).
+    """One rank's part of a group that is being created (see `backends.registry.Opening`).
 
     Raises:
         UsageError: The engine is not built, this is not Linux, there are too many ranks, or
@@ -52,7 +52,7 @@ class ShmOpening:
             )
         self._options = options
         self._group: Group | None = None
-        self._footprint = Footprint()
+        self._segment_bytes = 0
         self._single_copies = single_copies_wanted()
         self._migrates = env.flag("DURE_CORE_MIGRATION")
         self.offer = self._make() if options.rank == 0 else b""
@@ -77,13 +77,8 @@ class ShmOpening:
             if isinstance(error, DureError):
                 raise
             return b"!" + self._reason(error).encode()
-        self._look(os.getpid(), self._group.file)
+        self._segment_bytes = os.stat(self._group.file).st_size
         return f"{os.getpid()}:{self._group.file}:{nonce}".encode()
-
-    def _look(self, pid: int, fd: int) -> None:
-        """Note which file the segment is, before everybody lets go of its descriptor."""
-        segment = os.stat(f"/proc/{pid}/fd/{fd}")
-        self._footprint = Footprint(segment.st_ino, segment.st_size)
 
     def _reason(self, error: Exception) -> str:
         return f"rank {self._options.rank} (pid {os.getpid()}, uid {os.getuid()}): {error}"
@@ -101,7 +96,7 @@ class ShmOpening:
             return
         pid, fd, nonce = map(int, offers[0].split(b":"))
         try:
-            self._look(pid, fd)
+            self._segment_bytes = os.stat(f"/proc/{pid}/fd/{fd}").st_size
             self._group = Group.attach(
                 options.rank,
                 options.size,
@@ -114,7 +109,7 @@ class ShmOpening:
         except (OSError, RuntimeError) as error:
             if isinstance(error, DureError):
                 raise
-            # Others may fail because this rank did: the first reason is the one to tell.
+            # Others may fail because this rank did, so all report the first reason.
             first = options.store.compare_set(_REFUSED_KEY, "", self._reason(error))
             raise _refused(options, first.decode()) from None
 
@@ -149,7 +144,7 @@ class ShmOpening:
         except OSError as error:  # a peer's symmetric heap cannot be mapped
             raise _refused(options, f"rank {options.rank}: {error}") from None
         self._group = None
-        return ShmBackend(group, options, self._footprint)
+        return ShmBackend(group, options, self._segment_bytes)
 
     def withdraw(self) -> None:
         """Close the segment, unless it has been handed out."""
@@ -159,7 +154,7 @@ class ShmOpening:
 
 
 def create(options: BackendOptions) -> ShmBackend:
-    """Make a group whose ranks tell each other their offers in the group's store.
+    """Make a group whose ranks exchange their offers in the group's store.
 
     Raises:
         UsageError: The engine is not built, this is not Linux, or there are too many ranks.

@@ -1,7 +1,7 @@
-"""Which way an operation takes through shared memory, in words, for the log.
+"""How an operation runs in shared memory, as text for the log.
 
-The engine chooses (csrc/core: `Channel::reduce`, `Channel::move`, rendezvous.cpp); here its choice
-is described from what this rank knows. Ways that depend on the memory of all ranks say so.
+The engine chooses (csrc/core: `Channel::reduce`, `Channel::move`, rendezvous.cpp); this module
+describes its choice as far as one rank knows it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SMALL_BYTES = 16 << 10
 
 
 _TO_EACH = frozenset({"scatter", "all_to_all", "reduce_scatter"})
-"""Operations in which a rank sends each rank a block of its own."""
+"""Operations in which a rank sends another block to each rank."""
 _ALL_IN_ONE = frozenset({"all_to_all_single", "reduce_scatter_single"})
 """Operations whose `Call.data` is one tensor with the blocks for all ranks."""
 
 
 def way(call: Call, size: int, copies: CopyPlan) -> str:
-    """Return how the engine does `call` in a group of `size` ranks."""
+    """Return how the engine runs `call` in a group of `size` ranks."""
     data, kind = call.data, call.kind
     nbytes = 0 if data is None else data.nbytes
     if data is None or nbytes == 0:
@@ -57,7 +57,7 @@ def way(call: Call, size: int, copies: CopyPlan) -> str:
 
 
 def _sent_from_heap(call: Call) -> bool:
-    """Whether what this rank sends is one range of a symmetric heap, and not small."""
+    """Return whether this rank sends one range of a symmetric heap, and not a small one."""
     sent = call.inputs or call.outputs
     places = [heap_address(tensor) for tensor in sent]
     nbytes = sum(tensor.nbytes for tensor in sent)

@@ -1,11 +1,11 @@
 """The threads backend: ranks are threads of one process.
 
-It makes odd world sizes, tests with 128 ranks and teaching cheap, and it is the plainest statement
-of what a collective does: see `threads.rendezvous` and `threads.moves`. It is not
-meant to be fast with large tensors; one thread moves the data of all ranks.
+It makes odd world sizes, tests with 128 ranks and teaching cheap, and its code is the simplest
+definition of each collective: see `threads.rendezvous` and `threads.moves`. It is slow with large
+tensors, because one thread moves the data of all ranks.
 
-Ranks find each other through the group's store: rank 0 makes a `Rendezvous`, keeps it in a table of
-this process under a random name until all have found it, and says the name.
+Ranks find each other through the group's store: rank 0 makes a `ThreadGroup`, keeps it in a table
+of this process under a random name until all have found it, and publishes the name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.request import Request, finished
-from dure.comm.backends.threads.rendezvous import Arrival, MessageEnd, Pending, Rendezvous
+from dure.comm.backends.threads.rendezvous import Arrival, MessageEnd, Pending, ThreadGroup
 from dure.comm.backends.threads.waiting import Waiting, table_of
 from dure.comm.call import Call, call_site, place_of
 from dure.comm.memory import heap_empty
@@ -26,7 +26,7 @@ from dure.errors import UsageError
 
 __all__ = ["ThreadBackend", "create_threads"]
 
-_coming_about: dict[str, Rendezvous] = {}
+_coming_about: dict[str, ThreadGroup] = {}
 
 
 def create_threads(options: BackendOptions) -> ThreadBackend:
@@ -34,15 +34,15 @@ def create_threads(options: BackendOptions) -> ThreadBackend:
 
     Raises:
         UsageError: The ranks are not all in one process.
-        StoreTimeout: A rank did not come.
+        StoreTimeout: A rank did not call.
     """
     name = secrets.token_hex(8)
     if options.rank == 0:
-        _coming_about[name] = Rendezvous(options.name, options.size)
-    if options.eager_bytes is not None:  # before anyone can begin to wait
+        _coming_about[name] = ThreadGroup(options.name, options.size)
+    if options.eager_bytes is not None:  # before any rank can begin to wait
         table_of(options.store).join(options.global_ranks[options.rank])
-    told = options.tell_all("threads", f"{os.getpid()}/{name}")
-    pid, _, name = told[0].decode().partition("/")
+    names = options.tell_all("threads", f"{os.getpid()}/{name}")
+    pid, _, name = names[0].decode().partition("/")
     rendezvous = _coming_about.get(name)
     if rendezvous is None:
         raise UsageError(
@@ -64,7 +64,7 @@ class ThreadBackend:
     device_types = frozenset({"cpu"})
     compares_calls = True
 
-    def __init__(self, options: BackendOptions, rendezvous: Rendezvous) -> None:
+    def __init__(self, options: BackendOptions, rendezvous: ThreadGroup) -> None:
         self._rendezvous, self._rank, self._size = rendezvous, options.rank, options.size
         self._eager_bytes = options.eager_bytes
         self._table: tuple[Waiting, int] | None = None
@@ -78,7 +78,7 @@ class ThreadBackend:
         return (tuple(range(self._size)),)
 
     def gone(self, rank: int) -> bool:
-        """Tell whether `rank` has left, or ended."""
+        """Return whether `rank` has left."""
         return self._rendezvous.has_left(rank)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -95,11 +95,11 @@ class ThreadBackend:
         return None
 
     def _limit(self, pending: Pending) -> None:
-        """Say how long it may take, and where it is noted that it is waited for."""
+        """Set the deadline of an operation, and the table of waits if there is one."""
         pending.deadline, pending.table = pending.began + self._timeout_s, self._table
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
-        """See `Backend.send`; it is complete when it returns, unless it is to wait."""
+        """See `Backend.send`; complete when it returns, unless `eager_bytes` makes it wait."""
         limit = self._eager_bytes
         eager = limit is None or 0 < tensor.nbytes <= limit
         end = MessageEnd(self._rendezvous, self._rank, "send", tensor, dst, tag, call_site(), eager)
@@ -120,7 +120,7 @@ class ThreadBackend:
         return end
 
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
-        """See `Backend.allocate`: threads share all memory; one node's is that of rank 0."""
+        """See `Backend.allocate`: threads share all memory; with `node_shared` rank 0's."""
         memory = heap_empty(nbytes, dtype=torch.uint8, zeroed=True, must=False)
         if node_shared:
             self.run(Call(op="host_shared_empty", outputs=(memory,)), False)

@@ -1,9 +1,9 @@
-"""What each collective does to the tensors, once the calls of all ranks are in one hand.
+"""The collectives of the threads backend, which one thread runs for all ranks.
 
-The threads backend collects one `Call` of each rank and compares their fingerprints before any data
-is touched; then `move` does the whole collective at once. Because every input is at hand, a
-collective is a gather of bytes (or one reduction in rank order) and a copy to each output; no rank
-ever sees another's half-written tensor, so in-place use needs no care by the callers.
+The threads backend collects one `Call` of each rank and compares their fingerprints before data are
+written; then `move` runs the collective. Because all inputs are available, a collective is a gather
+of bytes (or one reduction in rank order) and a copy to each output; no rank sees another's partly
+written tensor, so in-place calls are safe.
 
 Costs count tensor operations for n ranks: the `_single` forms take O(n), so that 128 thread-ranks
 stay cheap; forms with lists take O(n^2), one for each list element.
@@ -23,13 +23,13 @@ __all__ = ["move"]
 
 
 def move(calls: Sequence[Call]) -> None:
-    """Do the collective; `calls` are those of all ranks, in rank order, and fit together."""
+    """Run the collective; `calls` are those of all ranks, in rank order, and match."""
     with torch.inference_mode():  # outputs may be inference tensors; nothing is recorded
         _MOVES[calls[0].kind](calls)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy elements, whatever the shapes, where the two are not the same memory already."""
+    """Copy elements, of any shapes, unless both tensors are the same memory."""
     if target.data_ptr() != source.data_ptr():
         target.detach().view(-1).copy_(source.detach().view(-1))
 
@@ -41,7 +41,7 @@ def _cut(source: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def _deal(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Cut the bytes `source` and hand each of `targets` its part."""
+    """Cut the bytes `source` and copy each part to its target."""
     for target, part in zip(targets, _cut(source, targets), strict=True):
         as_bytes(target).copy_(part)
 
@@ -75,12 +75,12 @@ def _all_gather(calls: Sequence[Call]) -> None:
 
 
 def _reduce_scatter(calls: Sequence[Call]) -> None:
-    """Reduce whole inputs (lists joined first), then deal the parts."""
+    """Reduce complete inputs (lists are joined first), then copy the parts."""
     op = calls[0].needed_reduction
     dtype = calls[0].inputs[0].dtype
-    whole = [c.inputs[0] if len(c.inputs) == 1 else joined(c.inputs).view(dtype) for c in calls]
-    result = torch.empty_like(whole[0])
-    reduce_in_order(whole, op, result)
+    inputs = [c.inputs[0] if len(c.inputs) == 1 else joined(c.inputs).view(dtype) for c in calls]
+    result = torch.empty_like(inputs[0])
+    reduce_in_order(inputs, op, result)
     _deal(as_bytes(result), [c.outputs[0] for c in calls])
 
 
@@ -101,14 +101,14 @@ def _all_to_all(calls: Sequence[Call]) -> None:
 
 
 def _host_shared_empty(calls: Sequence[Call]) -> None:
-    """Let the tensors of all ranks have the memory of the first's."""
+    """Give the tensors of all ranks the memory of the first rank's."""
     memory = calls[0].outputs[0].untyped_storage()
     for call in calls[1:]:
         call.outputs[0].set_(memory)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _barrier(calls: Sequence[Call]) -> None:
-    """All ranks have called: that is all there is to it."""
+    """Do nothing: all ranks have called."""
 
 
 _MOVES: dict[str, Callable[[Sequence[Call]], None]] = {

@@ -1,22 +1,22 @@
-"""Where thread-ranks find each other: collectives by number, messages by mailbox, and who left.
+"""The state that the thread-ranks of a group share: collectives by number, mailboxes, members.
 
-**Collectives.** A rank leaves its k-th `Call` at *collective* k, as an `Arrival`, which is its
-request; whoever arrives last compares the calls and moves the data of all ranks, on its own thread,
-and then ends the requests of all. So an asynchronous call needs no worker thread: arriving never
-blocks on a peer, and collectives end in order because the last one to arrive at number k cannot be
-at k + 1 before it has finished k.
+**Collectives.** A rank adds its k-th `Call` to *collective* k, as an `Arrival`, which is its
+request. The last rank to arrive compares the calls and moves the data of all ranks, on its own
+thread, and then ends all requests. So an asynchronous call needs no worker thread: arriving does
+not wait for peers, and collectives end in order because the last rank to arrive at number k cannot
+be at k + 1 before it has finished k.
 
-**Messages.** A send and a receive are two `MessageEnd`s. The one that comes first waits in the
-receiver's mailbox; the other finds it there, and its thread copies the data. A send that need not
-wait for its receive leaves a copy in the mailbox (memory is the only limit) and is done; where a
-test wants sends to wait (`BackendOptions.eager_bytes`) it leaves the tensor itself.
+**Messages.** A send and a receive are two `MessageEnd`s. The first of them waits in the receiver's
+mailbox; the other finds it there, and its thread copies the data. A send that need not wait for its
+receive adds a copy to the mailbox (memory is the only limit) and is complete; if a test makes sends
+wait (`BackendOptions.eager_bytes`) it adds the tensor itself.
 
-**Failure.** A timeout, a mismatch or a rank that left breaks the group for all collectives, for
-good: pending and later ones raise what one abort record says. Messages go on as long as both ends
-are there; what was sent by a rank before it left in order can still be received.
+**Failure.** A timeout, a mismatch or a rank that left breaks the group for all collectives,
+permanently: pending and later ones raise the error of one abort record. Messages between ranks that
+have not left continue; messages that a rank sent before it left in order can still be received.
 
 Threads: `lock` guards every field. Data are moved outside it. A thread that ends without leaving
-is a rank that does not come: its peers' time runs out.
+the group is a missing rank: its peers time out.
 """
 
 from __future__ import annotations
@@ -38,39 +38,41 @@ from dure.comm.backends.threads.waiting import Waiting
 from dure.comm.call import Call, fingerprint
 from dure.errors import Aborted, DureError
 
-__all__ = ["Arrival", "MessageEnd", "Pending", "Rendezvous"]
+__all__ = ["Arrival", "MessageEnd", "Pending", "ThreadGroup"]
 
 
 class Pending(Request):
-    """What one rank does in a pending operation; it has a deadline.
+    """One rank's part of a pending operation; it has a deadline.
 
     Args:
-        rendezvous: Where it takes place.
-        rank: Whose it is.
+        rendezvous: Of the group.
+        rank: Of the caller.
         op: The operation.
-        site: Where in the program it was called.
-        keep: The tensors, or what holds them.
+        site: Line of the program that called it.
+        keep: The tensors, or an object that holds them.
     """
 
     __slots__ = ("began", "deadline", "op", "rank", "rendezvous", "site", "table")
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, op: str, site: str, keep: object) -> None:
+    def __init__(
+        self, rendezvous: ThreadGroup, rank: int, op: str, site: str, keep: object
+    ) -> None:
         super().__init__(keep)
         self.rendezvous, self.rank, self.op, self.site = rendezvous, rank, op, site
         self.began, self.deadline = time.monotonic(), math.inf
         self.table: tuple[Waiting, int] | None = None
-        """Where to note that this rank, here by its global number, waits for it; or nowhere."""
+        """The job's table of waits and this rank's global rank; None if there is no table."""
 
     def text(self) -> str:
-        """Say it in words."""
+        """Return the operation as text."""
         raise NotImplementedError
 
     def expire(self, why: AbortRecord | None = None) -> None:
-        """Give it up, for its time is up or for `why`, unless its data are moving."""
+        """End it with a timeout, or with `why`, unless its data are moving."""
         raise NotImplementedError
 
     def fail(self, record: AbortRecord) -> None:
-        """End it with what this rank makes of `record`."""
+        """End it with this rank's error of `record`."""
         self.end(self.rendezvous.error(record, self.rank, self.op, self.began))
 
     def _poll(self) -> None:
@@ -98,11 +100,11 @@ class Pending(Request):
 
 
 class Arrival(Pending):
-    """What one rank calls at a collective."""
+    """One rank's call of a collective."""
 
     __slots__ = ("header", "number")
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, call: Call, site: str = "") -> None:
+    def __init__(self, rendezvous: ThreadGroup, rank: int, call: Call, site: str = "") -> None:
         super().__init__(rendezvous, rank, call.op, site, call)
         self.header = Header(fingerprint(call, rank, rendezvous.size), site)
         self.number = -1
@@ -113,7 +115,7 @@ class Arrival(Pending):
         return cast(Call, self._keep)
 
     def text(self) -> str:
-        """Say the call in words."""
+        """Return the call as text."""
         return self.header.text()
 
     def expire(self, why: AbortRecord | None = None) -> None:
@@ -124,13 +126,13 @@ class MessageEnd(Pending):
     """One end of a message: a send, or a receive.
 
     Args:
-        rendezvous: Where it takes place.
-        rank: Whose it is.
+        rendezvous: Of the group.
+        rank: Of the caller.
         op: "send" or "recv".
-        tensor: What is sent, or where to receive it.
-        peer: The rank at the other end; None for a receive from anyone.
+        tensor: The tensor to send, or to receive into.
+        peer: The rank at the other end; None for a receive from any rank.
         tag: Of the message.
-        site: Where in the program it was called.
+        site: Line of the program that called it.
         eager: A send that does not wait for its receive.
     """
 
@@ -138,7 +140,7 @@ class MessageEnd(Pending):
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
+        rendezvous: ThreadGroup,
         rank: int,
         op: str,
         tensor: torch.Tensor,
@@ -158,15 +160,15 @@ class MessageEnd(Pending):
 
     @property
     def receiver(self) -> int:
-        """In whose mailbox it waits."""
+        """The rank in whose mailbox it waits."""
         return self.rank if self.op == "recv" else cast(int, self.peer)
 
     def copy(self) -> None:
-        """Send a copy of what the tensor holds now."""
+        """Send a copy of the tensor's current values."""
         self._keep = self.tensor.detach().clone()
 
     def meets(self, send: MessageEnd) -> bool:
-        """Return whether this receive asks for the message of `send`."""
+        """Return whether this receive has the sender and tag of `send`."""
         return self.tag == send.tag and self.peer in (None, send.rank)
 
     def fits(self, send: MessageEnd) -> bool:
@@ -174,7 +176,7 @@ class MessageEnd(Pending):
         return self.dtype == send.dtype and self.shape.numel() == send.shape.numel()
 
     def text(self, to_whom: bool = True) -> str:
-        """Say it in words; `to_whom`: with the other end."""
+        """Return the operation as text; `to_whom`: with the other end."""
         what = f"{self.op}({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
         if to_whom:
             peer = "anyone" if self.peer is None else f"rank {self.peer}"
@@ -187,15 +189,15 @@ class MessageEnd(Pending):
 
 @dataclass(slots=True)
 class _Member:
-    """What is known about one rank: how far it got, its mailbox, whether it left."""
+    """One rank of the group: its mailbox, its number of collectives, whether it left."""
 
     mailbox: Matching[MessageEnd, MessageEnd]
     num_collectives: int = 0
     left: bool = False
 
 
-class Rendezvous:
-    """What one group's thread-ranks share (see the module's text)."""
+class ThreadGroup:
+    """The state that the thread-ranks of a group share (see the module's text)."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
@@ -219,13 +221,13 @@ class Rendezvous:
     # ---- coming and going ------------------------------------------------------------------------
 
     def join(self) -> bool:
-        """Come in; tell whether all are here now."""
+        """Join; return whether all ranks have joined."""
         with self.lock:
             self._num_joined += 1
             return self._num_joined == self.size
 
     def leave(self, rank: int, abort: bool) -> None:
-        """Go; pending operations of `rank` end with `Aborted`, what needs it with `PeerLost`."""
+        """Leave: pending operations of `rank` end with `Aborted`, those of peers by `PeerLost`."""
         with self.lock:
             member = self._members[rank]
             if member.left:
@@ -234,10 +236,10 @@ class Rendezvous:
             self._abort(record)
             alone = sum(not m.left for m in self._members) <= 1
             for other, m in enumerate(self._members):
-                nobody_sends = abort or (alone and not m.left)
+                no_sender = abort or (alone and not m.left)
                 for ends in (m.mailbox.receives, m.mailbox.messages):
                     for end in list(ends):
-                        lost = end.peer == rank or (end.peer is None and nobody_sends)
+                        lost = end.peer == rank or (end.peer is None and no_sender)
                         if not end.eager and (lost or rank in (other, end.rank)):
                             ends.remove(end)
                             end.fail(record)
@@ -245,12 +247,12 @@ class Rendezvous:
             member.mailbox.messages.clear()
 
     def has_left(self, rank: int) -> bool:
-        """Tell whether `rank` has gone."""
+        """Return whether `rank` has left."""
         with self.lock:
             return self._members[rank].left
 
     def _abort(self, record: AbortRecord) -> None:
-        """End all open collectives; the first record is the one later calls will see."""
+        """End all open collectives; later calls raise the error of the first record."""
         self._record = self._record or record
         for number, arrivals in list(self._collectives.items()):
             if len(arrivals) < self.size:  # else its last rank is moving the data right now
@@ -259,7 +261,7 @@ class Rendezvous:
                     arrival.fail(record)
 
     def _enter(self, rank: int, op: str) -> _Member:
-        """Return what is known of `rank`, which must be here."""
+        """Return the member `rank`; raise if it has left."""
         member = self._members[rank]
         if member.left:
             raise Aborted("this rank has left the group", group=self.name, op=op, rank=rank)
@@ -268,7 +270,7 @@ class Rendezvous:
     # ---- collectives -----------------------------------------------------------------------------
 
     def arrive(self, arrival: Arrival) -> None:
-        """Come to this rank's next collective; the last to arrive does the work of all."""
+        """Arrive at this rank's next collective; the last rank to arrive runs it."""
         with self.lock:
             member = self._enter(arrival.rank, arrival.op)
             if self._record is not None:
@@ -316,14 +318,14 @@ class Rendezvous:
                     what="not all ranks called in time",
                     missing=missing,
                     seen=f"missing {list(missing)}; here: {here}",
-                    fix="See what the missing ranks do, or raise the group's timeout.",
+                    fix="Check what the missing ranks do, or raise the group's timeout.",
                 )
             )
 
     # ---- messages --------------------------------------------------------------------------------
 
     def post(self, end: MessageEnd) -> None:
-        """Let an end meet the other, which waits in the mailbox, or wait for it there."""
+        """Match an end with the other one in the mailbox, or add it there."""
         with self.lock:
             self._enter(end.rank, end.op)
             mailbox = self._members[end.receiver].mailbox
@@ -347,12 +349,12 @@ class Rendezvous:
     def _refuse(self, receive: MessageEnd, send: MessageEnd) -> None:
         """Fail a receive by a message that does not fit; it is kept for one that does."""
         calls = {end.rank: end.text(to_whom=False) for end in (send, receive)}
-        what, seen = "a message does not fit the tensor it is received into", calls.values()
+        what, seen = "a message does not match its receive", calls.values()
         receive.source = send.rank
         receive.fail(AbortRecord(kind="Desync", what=what, calls=calls, seen="; ".join(seen)))
 
     def _check_senders(self, receive: MessageEnd) -> None:
-        """Raise where nobody is left who could send what `receive` waits for."""
+        """Raise if all ranks that could send the message of `receive` have left."""
         others = [r for r in range(self.size) if r != receive.rank]
         sources = others if receive.peer is None else [receive.peer]
         if sources and all(self._members[r].left for r in sources):
@@ -367,7 +369,7 @@ class Rendezvous:
                 return
             ends.remove(end)
         peer = "anyone" if end.peer is None else f"rank {end.peer}"
-        what, seen = "no message came in time", f"waited for tag {end.tag} from {peer}"
+        what, seen = "no message arrived in time", f"waited for tag {end.tag} from {peer}"
         if end.op == "send":
             what = "a message was not received in time"
             seen = f"sent with tag {end.tag} to {peer}, which did not receive it"

@@ -1,14 +1,13 @@
-"""Deadlocks of thread-ranks, found when the last of them begins to wait.
+"""Detection of deadlocks between thread-ranks, when the last of them begins to wait.
 
-Where a test makes every send wait for its receive (`BackendOptions.eager_bytes`), the thread-ranks
-of a job keep one table of who waits, in whichever of their groups, for which operation. An
-operation ends by what another rank does; so once every rank that has not left waits, and nothing
-that is waited for has ended, nobody will ever go on: all of them get `Desync`, with what each one
-waits for.
+If a test makes every send wait for its receive (`BackendOptions.eager_bytes`), the thread-ranks of
+a job keep one table of their waits in all groups. An operation ends only through a call of another
+rank. So once every rank that has not left waits, and none of the awaited operations has ended, the
+ranks are deadlocked: all of them raise `Desync`, with the operation for which each one waits.
 
-Only a rank whose every call is made by its own thread is known to do nothing else while that thread
-waits. So a job in which another thread acts for a rank is left to its timeouts, and so is one whose
-ranks wait elsewhere, in the store or for a lock. Waits that have a limit of their own do not count.
+This is certain only if each rank makes all its calls on one thread. So a job in which another
+thread calls for a rank is left to its timeouts, and so is one whose ranks wait elsewhere, in the
+store or for a lock. Waits with a limit do not count.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["Waiting", "table_of"]
 
 
 class Waiting:
-    """Who of a job waits for what; ranks are global ranks. Threads: every method, from any."""
+    """The waits of a job by global rank. Threads: every method, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,13 +37,13 @@ class Waiting:
         self._certain = True
 
     def join(self, rank: int) -> None:
-        """Note that the calling thread acts for `rank`, in one group more."""
+        """Note that the calling thread calls for `rank`, in one more group."""
         with self._lock:
             self._note(rank)
             self._groups[rank] = self._groups.get(rank, 0) + 1
 
     def leave(self, rank: int) -> None:
-        """Note that `rank` has left one of its groups; who has left all is waited for no more."""
+        """Note that `rank` has left one of its groups; ranks that have left all do not count."""
         with self._lock:
             self._groups[rank] -= 1
 
@@ -55,7 +54,7 @@ class Waiting:
             self._certain = False
 
     def begin(self, rank: int, wait: Pending) -> None:
-        """Note that `rank` waits; if now everyone does, for ever, give up all waits."""
+        """Note that `rank` waits; if the ranks are deadlocked now, end all waits."""
         with self._lock:
             self._note(rank)
             self._waits[rank] = wait
@@ -77,7 +76,7 @@ class Waiting:
             each.expire(record)
 
     def end(self, rank: int) -> None:
-        """Note that `rank` goes on."""
+        """Note that `rank` no longer waits."""
         with self._lock:
             self._waits.pop(rank, None)
 

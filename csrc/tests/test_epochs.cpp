@@ -1,6 +1,6 @@
-// Ranks take turns with memory that all of them write and read: `dure.training.turns`, on the same
-// words and the same call. In random delays nobody sees a row half written, or of another step; and
-// the thread sanitizer no access that nothing orders.
+// Epochs of reading and writing of memory that all ranks share: the protocol of
+// `dure.training.epochs`, with the same words and the same call. With random delays no rank sees a
+// partly written row, or one of another step; and the thread sanitizer finds no unordered access.
 #include <array>
 #include <atomic>
 #include <memory>
@@ -17,10 +17,10 @@ using namespace dure::testing;
 
 constexpr int kMostRanks = 3, kRow = 24;
 
-enum class Guard { none, entering, leaving };
+enum class Guard { none, begin_read, end_read };
 
 struct Shared {
-    std::array<std::array<Word, kMostRanks>, kMostRanks> left{};  // [who waits][who left]
+    std::array<std::array<Word, kMostRanks>, kMostRanks> left{};  // [waiting rank][rank that has ended its read]
     struct alignas(64) Row {
         volatile uint64_t values[kRow];
         volatile uint64_t wrote;  // odd while its rank writes
@@ -29,16 +29,16 @@ struct Shared {
     std::atomic<int64_t> torn{0};
 };
 
-// One rank's turns, without one of the guards.
-class Turns {
+// One rank's epochs, without one of the guards.
+class Epochs {
   public:
-    Turns(Group& group, Shared& shared, Guard missing)
+    Epochs(Group& group, Shared& shared, Guard missing)
         : group_(group), shared_(shared), missing_(missing) {}
 
-    void enter() {
+    void begin_read() {
         await_readers();
         end_write();
-        if (missing_ != Guard::entering) {
+        if (missing_ != Guard::begin_read) {
             std::array<uint8_t, 5> token{};
             Call call{Op::all_reduce,
                       DType::u8,
@@ -51,10 +51,10 @@ class Turns {
         reading_ = true;
     }
 
-    void leave(bool together) {
+    void end_read(bool together) {
         if (reading_) {
             reading_ = false;
-            awaiting_ = missing_ != Guard::leaving;
+            awaiting_ = missing_ != Guard::end_read;
             for (int peer = 0; awaiting_ && peer < group_.size(); peer++) {
                 if (peer != group_.rank()) await_change(word(peer, group_.rank()), 0, 1, patient);
             }
@@ -63,7 +63,7 @@ class Turns {
     }
 
     void begin_write() {
-        leave(true);
+        end_read(true);
         if (wrote() % 2 == 0) wrote() = wrote() + 1;
     }
 
@@ -98,7 +98,7 @@ uint64_t value_of(uint64_t step, int rank, int i) {
     return step * 1'000 + static_cast<uint64_t>(rank * kRow + i);
 }
 
-// Mostly nothing, sometimes some microseconds, seldom a nap in which others run.
+// Mostly no delay, sometimes some microseconds, rarely a sleep in which other ranks run.
 void dawdle(std::mt19937& random) {
     const uint32_t dice = random() % 64;
     if (dice == 0) usleep(20);
@@ -115,45 +115,45 @@ int64_t torn_reads(int size, uint64_t steps, Guard missing) {
     }
     on_threads(size, [&](Group& group) {
         std::mt19937 random(static_cast<uint32_t>(group.rank()));
-        Turns turns(group, *shared, missing);
+        Epochs epochs(group, *shared, missing);
         const auto look = [&](uint64_t step) {
             for (int rank = 0; rank < size; rank++) {
                 const Shared::Row& row = shared->rows[static_cast<size_t>(rank)];
-                bool whole = row.wrote == 2 * step;
+                bool valid = row.wrote == 2 * step;
                 for (int i = 0; i < kRow; i++) {
-                    whole = whole && row.values[i] == value_of(step, rank, i);
+                    valid = valid && row.values[i] == value_of(step, rank, i);
                 }
-                if (!whole) shared->torn++;
+                if (!valid) shared->torn++;
             }
         };
         for (uint64_t step = 0; step < steps; step++) {
-            turns.enter();
+            epochs.begin_read();
             look(step);
             dawdle(random);
             look(step);
-            turns.leave(random() % 2 == 0);  // a forward alone waits for nobody
+            epochs.end_read(random() % 2 == 0);  // after a forward alone no rank waits
             dawdle(random);
-            turns.begin_write();
+            epochs.begin_write();
             for (int i = 0; i < kRow; i++) {
                 if (i == kRow / 2) dawdle(random);
                 shared->rows[static_cast<size_t>(group.rank())].values[i] =
                     value_of(step + 1, group.rank(), i);
             }
-            if (random() % 2 == 0) turns.end_write();  // else `enter` does
+            if (random() % 2 == 0) epochs.end_write();  // else `begin_read` does
         }
         group.close();
     });
     return shared->torn;
 }
 
-TEST(nobody_reads_what_another_writes) {
+TEST(no_rank_reads_what_another_writes) {
     CHECK(torn_reads(2, 10'000, Guard::none) == 0);
     CHECK(torn_reads(3, 2'000, Guard::none) == 0);
 }
 
-#if !defined(__SANITIZE_THREAD__)  // which ends the program at the first
+#if !defined(__SANITIZE_THREAD__)  // the sanitizer ends the program at the first
 TEST(without_a_guard_reads_are_torn) {
-    for (const Guard guard : {Guard::entering, Guard::leaving})
+    for (const Guard guard : {Guard::begin_read, Guard::end_read})
         CHECK(torn_reads(2, 1'000, guard) > 0);
 }
 #endif
