@@ -1,24 +1,21 @@
-"""The collectives, under the names, arguments and meaning of torch.distributed.
+"""The collectives, with the names, arguments and meaning of torch.distributed.
 
-Each takes `group` (None: the default group) and `async_op`. With ``async_op=False`` it returns None
-when the result is in place; with ``async_op=True`` it returns a `Work` at once, and the tensors
-belong to the operation until that has ended. Roots (`src`, `dst`) are global ranks; `group_src` and
-`group_dst` are ranks of the group, given in their place.
-
-What holds for all of them:
+With ``async_op=False`` a collective returns None when the result is in place; with
+``async_op=True`` it returns a `Work` at once, and the tensors belong to the operation until that
+has ended. For all of them:
 
 * *Collective*: every rank of the group calls, in the same order relative to the group's other
-  collectives. A rank that does not come makes the others raise `CommTimeout` (it is named) or
-  `PeerLost` (it died); ranks that call different things all raise `Desync`.
-* *Raises*: `UsageError` and its kinds (`ShapeError`, `DtypeError`, `DeviceError`,
-  `NotInGroupError`) for what this rank alone can know to be wrong, before anything is sent.
+  collectives. If a rank does not call, the others raise `CommTimeout`, which names it, or
+  `PeerLost`, if it died; ranks that call different things all raise `Desync`.
+* *Raises*: `UsageError` and its subclasses (`ShapeError`, `DtypeError`, `DeviceError`,
+  `NotInGroupError`) for errors that this rank alone can find, before anything is sent.
 * *Memory*: inputs are read before outputs are written. An input may overlap an output; it is copied
   first, unless it is the memory that MPI_IN_PLACE would name. Outputs that overlap each other are a
   `ShapeError`, and so are tensors of two operations in one coalescing manager if one writes them.
 * *Autograd*: autograd sees a result as an in-place change of its tensor: a backward pass that needs
   the old value raises, as after `Tensor.add_`.
-* *Shapes*: tensors may be strided; outputs may be too. `n` is the number of ranks, `S` the bytes
-  of the tensor named in Cost. Costs are those of the shm backend, for one rank.
+* *Shapes*: inputs and outputs may be strided. `n` is the number of ranks, `S` the bytes of the
+  tensor named in Cost. Costs are those of the shm backend, per rank.
 * *Numerics*: reductions run in the order of ranks, so results are bitwise equal on all ranks and
   from run to run. 16 and 8 bit floats accumulate in float32 and are rounded once (over nccl,
   floats of 16 bits as NCCL does).
@@ -61,8 +58,7 @@ def all_reduce(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -99,8 +95,7 @@ def all_reduce_coalesced(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -142,8 +137,7 @@ def reduce(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -184,8 +178,7 @@ def broadcast(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -223,8 +216,7 @@ def all_gather(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -263,8 +255,7 @@ def all_gather_single(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -304,8 +295,7 @@ def all_gather_coalesced(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -363,8 +353,7 @@ def gather(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -410,8 +399,7 @@ def scatter(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -454,8 +442,7 @@ def reduce_scatter(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -496,8 +483,7 @@ def reduce_scatter_single(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -537,12 +523,11 @@ def all_to_all(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
-        n tensors each; what i sends to j has the length that j expects from i.
+        n tensors each; the tensor from i to j has the same length on both ranks.
 
     Cost:
         1 step; each rank writes (n-1)/n of its input.
@@ -582,8 +567,7 @@ def all_to_all_single(
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Shapes:
@@ -620,14 +604,13 @@ def barrier(
         async_op: Return at once, with a `Work` to wait for.
         device_ids: Accepted for torch's sake, and ignored.
         timeout: A limit for this call, as a timedelta or in seconds, shorter than the group's
-            timeout, which holds as well.
+            timeout, which applies as well.
 
     Returns:
         None when the result is in place; with `async_op` a `Work`.
 
     Raises:
-        UsageError: An argument is wrong on this rank (`ShapeError`, `DtypeError`, ...); nothing was
-            sent.
+        UsageError: An argument is wrong on this rank (`ShapeError`, ...); nothing was sent.
         CommError: The operation failed (`PeerLost`, `CommTimeout`, `Desync`, ...).
 
     Cost:
@@ -650,7 +633,7 @@ out_of_graphs(reduce_scatter, reduce_scatter_single, all_to_all, all_to_all_sing
 
 
 class Coalesced:
-    """What `coalescing_manager` yields: the operations started in it."""
+    """The operations that were started in a coalescing manager."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -661,7 +644,7 @@ class Coalesced:
 
 
 class _CoalescingManager(AbstractContextManager[Coalesced, None]):
-    """What `coalescing_manager` returns; not a generator, so that call sites are the program's."""
+    """The context manager; a generator would hide the program's call site."""
 
     def __init__(self, group: ProcessGroup, async_ops: bool) -> None:
         self._group, self._async_ops = group, async_ops
