@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from dure.comm import differentiable as maps
+from dure.comm import functional
 from dure.comm.checks import as_splits, check_list
 from dure.comm.functional import Group, group_of
 from dure.comm.ops import ReduceOp
@@ -44,9 +45,7 @@ def all_reduce(
     Shapes:
         tensor [*] on all ranks; result [*].
     """
-    pg = group_of(group, "all_reduce")
-    tensor, reduction = maps.summed(tensor, op)
-    return maps.apply(maps.AllReduce(pg, reduction), tensor)[0]
+    return functional.all_reduce(tensor, op, group)
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:

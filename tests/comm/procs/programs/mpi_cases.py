@@ -156,14 +156,24 @@ def case_mpis_own_collective_that_a_rank_does_not_call(rank, n):
     group = dist.new_group(pg_options={"verify": False})
     group.set_timeout(timedelta(seconds=0.3))
     if rank == 0:
-        with pytest.raises(CommTimeout):
+        with pytest.raises(CommTimeout) as info:
             dist.all_reduce(torch.ones(100), group=group)
+        assert info.value.missing == ()
+        assert "does not compare calls" in info.value.seen
     dist.barrier()
     if rank:
         with pytest.raises(CommTimeout):
             dist.all_reduce(torch.ones(100), group=group)
     dist.barrier()
     dist.destroy_process_group(group)
+
+
+def case_an_error_of_mpi_is_an_exception(rank, n):
+    """By default MPI ends the job."""
+    from mpi4py import MPI
+
+    with pytest.raises(MPI.Exception):
+        MPI.COMM_WORLD.Isend(bytearray(1), dest=n + 1)
 
 
 def case_ranks_that_do_not_agree_to_compare_calls(rank, n):

@@ -37,7 +37,7 @@ import torch
 
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.header import Header
-from dure.comm.backends.mpi.header import INLINE, Headers, Stage
+from dure.comm.backends.mpi.header import INLINE, POLL, Headers, Stage
 from dure.comm.backends.mpi.library import Library, load
 from dure.comm.backends.mpi.memory import (
     NOTHING,
@@ -288,20 +288,28 @@ class MpiBackend:
         return self._engine.message(operation, async_op)
 
     def _recv(self, operation: Operation, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
-        """Receive; of a long message, the parts after the first come from where that came from."""
+        """Receive a message once it has arrived; one of another length stays in MPI's queue.
+
+        Probing and receiving are one step under `Library.lock`, so no other receive can take the
+        message in between. The parts of a long message after the first have the same source.
+        """
         memory, status = self._mpi.memory.fromaddress, self._mpi.Status()
         source = self._mpi.ANY_SOURCE if src is None else src
         for address, nbytes in messages(piece_of(tensor), -1):
-            request = self._comm.Irecv(memory(address, nbytes), source, tag)
-            yield Stage([request], [-1 if src is None else src], 1, [status])
+            while not self._comm.Iprobe(source, tag, status):
+                yield POLL
             operation.source = source = status.Get_source()
-            got = status.Get_count(self._mpi.BYTE)
-            if got != nbytes:
+            arrived = status.Get_count(self._mpi.BYTE)
+            if arrived != nbytes:
                 raise Desync(
                     "a message does not match its receive",
                     peer=source,
-                    seen=f"{got} bytes came for a tensor of {nbytes}",
+                    seen=f"a message of {arrived} bytes for a tensor of {nbytes}",
+                    fix="Receive into a tensor of the length that is sent; the message is kept for "
+                    "a receive that fits.",
                 )
+            request = self._comm.Irecv(memory(address, nbytes), source, tag)
+            yield Stage([request], [source], 1)
 
     def _check_tag(self, tag: int) -> None:
         if tag >= self.num_tags:

@@ -24,7 +24,7 @@ from dure.comm.call import Fingerprint
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HEADER", "INLINE", "Headers", "Stage"]
+__all__ = ["HEADER", "INLINE", "POLL", "Headers", "Stage"]
 
 INLINE = 256
 HEADER = HEADER_BYTES + INLINE
@@ -44,6 +44,10 @@ class Stage(NamedTuple):
     peers: Sequence[int]
     num_receives: int = 0
     statuses: list[Any] | None = None
+
+
+POLL = Stage([], [])
+"""A stage without requests: the operation continues at the next poll."""
 
 
 class Headers:

@@ -38,7 +38,7 @@ import msgspec
 
 from dure.comm.backends.abort import AbortRecord, GroupState
 from dure.comm.backends.header import Header
-from dure.comm.backends.mpi.header import Stage
+from dure.comm.backends.mpi.header import POLL, Stage
 from dure.comm.backends.mpi.library import Library
 from dure.comm.backends.request import Request
 from dure.errors import Aborted, DureError
@@ -182,10 +182,10 @@ class ProgressEngine:
             peer = operation.peer
             if operation.name == "send" and peer is not None and peer in self._left:
                 raise operation.error_of(AbortRecord.gone(peer))
-            if not self._advance(operation):
-                self._messages.append(operation)
-                if async_op:
-                    self._wake_helper()
+            self._messages.append(operation)  # after earlier receives, which may match its message
+            self._advance_messages()
+            if async_op and not operation.ended:
+                self._wake_helper()
         if not async_op:
             operation.wait()
         return operation
@@ -245,7 +245,10 @@ class ProgressEngine:
             if queue:
                 queue[0].began = time.monotonic()  # its limit excludes the operations before it
         if self._messages:
-            self._messages = [m for m in self._messages if not self._advance(m)]
+            self._advance_messages()
+
+    def _advance_messages(self) -> None:
+        self._messages = [m for m in self._messages if not self._advance(m)]
 
     def _advance(self, operation: Operation) -> bool:
         """Advance an operation as far as possible; return whether it has ended."""
@@ -257,6 +260,8 @@ class ProgressEngine:
             stage = operation.stage
             while not stage.requests or self._testall(stage.requests, stage.statuses):
                 stage = operation.stage = next(steps)
+                if stage is POLL:
+                    break
         except StopIteration:
             if operation.seq is not None:
                 self._num_completed += 1
@@ -295,6 +300,8 @@ class ProgressEngine:
             sorted({peer for request, peer in waits if peer >= 0 and not request.Test()})
         )
         message = operation.seq is None
+        if message and operation.peer is not None:
+            missing = (operation.peer,)
         seen, fix = f"missing {list(missing)}", "Check what the missing ranks do"
         if not (missing or message):  # MPI's own collectives do not report missing peers
             seen = "the missing ranks are not known, because this group does not compare calls"

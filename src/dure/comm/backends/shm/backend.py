@@ -27,7 +27,8 @@ from dure.comm.call import KIND_CODES, Call
 from dure.comm.codes import dtype_code
 from dure.comm.memory import heap_empty, limits_of_heap, tensor_of
 from dure.errors import DureError
-from dure.native import Channel, EngineRequest, Group, HeapMemory, Outcome
+from dure.native import Channel, Group, HeapMemory, Outcome
+from dure.native import Request as EngineRequest
 from dure.native.status import Status, error_of
 from dure.trace import flight, logs
 
