@@ -25,6 +25,7 @@ from dure.comm.backends.hybrid.header import HeaderExchange
 from dure.comm.backends.hybrid.state import HybridState
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, Hosts, SubComms, group_by_host
 from dure.comm.backends.shm.opening import create as create_shm
+from dure.errors import RendezvousTimeout, StoreTimeout
 from dure.store.identity import Identity, myself
 from dure.store.prefix import PrefixStore
 
@@ -72,7 +73,7 @@ def _create_with(name: str, engine: Factory, options: BackendOptions) -> Backend
 
     Raises:
         UsageError: The native engine is not built, or this is not Linux.
-        RendezvousTimeout: A rank did not call.
+        RendezvousTimeout: A rank did not call, or was late.
         RendezvousError: The ranks of a host cannot share memory.
         CommError: A host cannot be connected to.
     """
@@ -108,9 +109,43 @@ def _create_with(name: str, engine: Factory, options: BackendOptions) -> Backend
         if hosts.is_leader:
             watch = HostWatch(comms, headers, options)
             undo.callback(watch.stop, 0)
-        options.tell_all("hybrid/ready")
+        agree_on_completion(options)
         undo.pop_all()
     return HybridBackend(name, comms, headers, watch, options)
+
+
+def agree_on_completion(options: BackendOptions) -> None:
+    """Wait until all ranks have their part, or raise on all ranks.
+
+    A rank that is too late finds the others' parts, although these have given up. So the first rank
+    whose wait ends decides for all.
+
+    Raises:
+        RendezvousTimeout: A rank was late; `missing` names it.
+    """
+    try:
+        options.tell_all("hybrid/ready")
+        all_ready = True
+    except StoreTimeout:
+        all_ready = False
+    decided = options.store.compare_set("hybrid/decided", "", b"yes" if all_ready else b"no")
+    if decided == b"yes":
+        return
+    ranks = range(options.size)
+    missing = [r for r in ranks if not options.store.check([f"hybrid/ready/{r}"])]
+    if all_ready:
+        missing = [options.rank]
+    raise RendezvousTimeout(
+        "not all ranks connected in time",
+        group=options.name,
+        rank=options.rank,
+        world_size=options.size,
+        elapsed_s=options.timeout.total_seconds(),
+        came=tuple(r for r in ranks if r not in missing),
+        missing=tuple(missing),
+        seen="this rank was late: the others had given up" if all_ready else "",
+        fix="Check what the late ranks do, or raise the group's timeout.",
+    )
 
 
 def create_over_gloo(options: BackendOptions) -> Backend:
