@@ -112,8 +112,8 @@ def recv(
         The sender's global rank.
 
     Raises:
-        Desync: The message has another length or dtype. It is kept for a receive that fits; over
-            gloo, nccl and mpi it is lost, or not noticed.
+        Desync: The message has another length or dtype (over mpi: length). It is kept for a receive
+            that fits. gloo and nccl do not compare.
         PeerLost: The sender died.
         CommTimeout: No message arrived in time.
 
