@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Protocol
 
 import msgspec
 
@@ -324,8 +325,16 @@ def _name_missing(store: Store, creation: _GroupCreation, limit: timedelta) -> N
     ) from None
 
 
+class ChecksMembers(Protocol):
+    """An object that checks whether the members of a group are alive."""
+
+    def look(self) -> None:
+        """Raise if one of them has ended."""
+        ...
+
+
 def wait_watching(
-    store: Store, keys: Sequence[str], limit: timedelta, groups: Sequence[WatchedStore]
+    store: Store, keys: Sequence[str], limit: timedelta, groups: Sequence[ChecksMembers]
 ) -> None:
     """Return when all `keys` exist; check the members of `groups` at growing intervals."""
     deadline = time.monotonic() + limit.total_seconds()
