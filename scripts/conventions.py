@@ -143,7 +143,7 @@ def names_are_not_vague() -> FAULTS:
                 yield f"{shown(path, node.lineno)}: {node.name} is a vague name"
 
 
-SHARED_CLASS_NAMES, SHARED_IN_A_PACKAGE = 44, 6
+SHARED_CLASS_NAMES, SHARED_IN_A_PACKAGE = 31, 5
 """How many class names are in two modules or more; how many of them in two modules of one package
 (a folder of src/dure). Both only fall."""
 
