@@ -33,11 +33,20 @@ from dure.store.etcd_gateway import (
     ANSWER_S,
     EtcdOptions,
     Gateway,
-    Json,
     Unanswered,
     Watch,
-    coded,
-    decoded,
+)
+from dure.store.etcd_requests import (
+    Json,
+    KeyValue,
+    decode,
+    delete,
+    encode,
+    has_revision,
+    has_value,
+    keys_below,
+    put,
+    range_below,
 )
 from dure.store.wire import Reply, Request
 
@@ -138,25 +147,24 @@ class EtcdStore(AskingStore):
             case "delete":
                 return Reply("ok", int(self._delete(keys[0])))
             case "count":
-                answer = self._ask_etcd("kv/range", _below(self._keys) | {"count_only": True})
+                answer = self._ask_etcd("kv/range", range_below(self._keys) | {"count_only": True})
                 return Reply("ok", int(answer.get("count", 0)))
             case "list":
-                answer = self._ask_etcd("kv/range", _below(self._keys) | {"keys_only": True})
-                names = sorted(self._name(each) for each in answer.get("kvs", ()))
-                return Reply("ok", names=tuple(names))
+                answer = self._ask_etcd("kv/range", range_below(self._keys) | {"keys_only": True})
+                return Reply("ok", names=tuple(sorted(keys_below(self._keys, answer))))
             case "control":
                 raise StoreError("etcd has no coordinator", op=request.op)
 
     def _delete(self, key: str) -> bool:
-        while there := self._read([key])[1]:
-            at = _is_at(self._keys + key, there[key][0])
-            if self._commit([at], [_delete(self._keys + key)]):
+        while found := self._read([key])[1]:
+            unchanged = has_revision(self._keys + key, found[key].revision)
+            if self._commit([unchanged], [delete(self._keys + key)]):
                 return True
         return False
 
     def clear(self) -> None:
         """Delete everything of this job, when it has ended."""
-        self._ask_etcd("kv/deleterange", _below(self._root))
+        self._ask_etcd("kv/deleterange", range_below(self._root))
 
     def close(self) -> None:
         """Close the connections."""
@@ -234,43 +242,36 @@ class EtcdStore(AskingStore):
                 seen=f"{len(value)} bytes, and {MAX_ETCD_BYTES} are allowed",
                 fix="Send tensors and large objects with a collective instead.",
             )
-        return _put(self._keys + key, value)
+        return put(self._keys + key, value)
 
-    def _read(self, keys: Sequence[str]) -> tuple[int, dict[str, tuple[int, bytes]]]:
-        """Return the revision, and of those `keys` that exist their own revision and value."""
+    def _read(self, keys: Sequence[str]) -> tuple[int, dict[str, KeyValue]]:
+        """Return the revision of all keys, and those of `keys` that exist."""
         names = list(dict.fromkeys(keys))
-        revision, found = 0, dict[str, tuple[int, bytes]]()
+        revision, found = 0, dict[str, KeyValue]()
         for start in range(0, max(1, len(names)), _MOST_READS):
             some = names[start : start + _MOST_READS]
-            steps = [{"request_range": {"key": coded(self._keys + key)}} for key in some]
+            steps = [{"request_range": {"key": encode(self._keys + key)}} for key in some]
             answer = self._ask_etcd("kv/txn", {"success": steps})
             revision = revision or int(answer["header"]["revision"])
             for part in answer.get("responses", ()):
-                found |= self._found(part["response_range"])
+                found |= keys_below(self._keys, part["response_range"])
         return revision, found
-
-    def _found(self, answer: Json) -> dict[str, tuple[int, bytes]]:
-        return {
-            self._name(each): (int(each["mod_revision"]), decoded(each.get("value", "")))
-            for each in answer.get("kvs", ())
-        }
-
-    def _name(self, found: Json) -> str:
-        return decoded(found["key"]).decode().removeprefix(self._keys)
 
     def _change(self, request: Request) -> Reply:
         """Put in place what a board makes of a key's value."""
         key, crowd_s = request.keys[0], _CROWD_S
         while True:
-            revision, value = self._read([key])[1].get(key, (0, None))
+            found = self._read([key])[1].get(key)
             board = Board()
-            if value is not None:
-                board.data[key] = value
+            if found is not None:
+                board.data[key] = found.value
             reply = board.handle(b"", request, 0.0)[0][1]
             if key not in board.data:
                 return reply
-            at = _is_at(self._keys + key, revision)
-            if board.data[key] == value or self._commit([at], [self._put(key, board.data[key])]):
+            if found is not None and board.data[key] == found.value:
+                return reply
+            unchanged = has_revision(self._keys + key, found.revision if found else 0)
+            if self._commit([unchanged], [self._put(key, board.data[key])]):
                 return reply
             time.sleep(random.uniform(0, crowd_s))  # others want the same key
             crowd_s = min(2 * crowd_s, _MOST_CROWD_S)
@@ -282,10 +283,10 @@ class EtcdStore(AskingStore):
             revision, found = self._read(keys)
             missing = tuple(key for key in keys if key not in found)
             if not missing:
-                return Reply("ok", values=tuple(found[key][1] for key in keys))
+                return Reply("ok", values=tuple(found[key].value for key in keys))
             if time.monotonic() >= deadline:
                 return Reply("timeout", names=missing)
-            self._await_change({"key": coded(self._keys + missing[0])}, revision + 1, deadline)
+            self._await_change({"key": encode(self._keys + missing[0])}, revision + 1, deadline)
 
     def _await_change(self, where: Json, since: int, deadline: float) -> None:
         """Wait for a change since a revision, or the deadline.
@@ -338,15 +339,16 @@ class _Writer:
         done, not_done = nonce + b"1", nonce + b"0"
         change = {
             "compare": compares,
-            "success": [*steps, _put(self._name, done)],
-            "failure": [_put(self._name, not_done)],
+            "success": [*steps, put(self._name, done)],
+            "failure": [put(self._name, not_done)],
         }
         while self._last not in (done, not_done):
-            last = _has(self._name, self._last) if self._last else _is_at(self._name, 0)
+            name, value = self._name, self._last
+            last = has_value(name, value) if value else has_revision(name, 0)
             body = {
                 "compare": [last],
                 "success": [{"request_txn": change}],
-                "failure": [{"request_range": {"key": coded(self._name)}}],
+                "failure": [{"request_range": {"key": encode(self._name)}}],
             }
             answer = self.ask("kv/txn", body)
             outcome = answer["responses"][0]
@@ -354,32 +356,9 @@ class _Writer:
                 self._last = done if outcome["response_txn"].get("succeeded") else not_done
             else:  # it was done already; or all keys of the job were deleted, this one with them
                 kept = outcome["response_range"].get("kvs", ())
-                self._last = decoded(kept[0]["value"]) if kept else b""
+                self._last = decode(kept[0]["value"]) if kept else b""
         return self._last == done
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
-
-
-def _put(key: str, value: bytes) -> Json:
-    return {"request_put": {"key": coded(key), "value": coded(value)}}
-
-
-def _delete(key: str) -> Json:
-    return {"request_delete_range": {"key": coded(key)}}
-
-
-def _has(key: str, value: bytes) -> Json:
-    return {"target": "VALUE", "result": "EQUAL", "key": coded(key), "value": coded(value)}
-
-
-def _is_at(key: str, revision: int) -> Json:
-    """Expect that a key was last changed at `revision`; 0: that it does not exist."""
-    return {"target": "MOD", "result": "EQUAL", "key": coded(key), "mod_revision": str(revision)}
-
-
-def _below(prefix: str) -> Json:
-    """Return the range of all keys that begin with `prefix`, which ends in no 0xff."""
-    first = prefix.encode()
-    return {"key": coded(first), "range_end": coded(first[:-1] + bytes([first[-1] + 1]))}

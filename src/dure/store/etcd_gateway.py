@@ -7,7 +7,6 @@ been carried out or not: `Unanswered` reports that, and the caller settles it (s
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import http.client
 import ipaddress
@@ -20,26 +19,22 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 from dure import env
 from dure.errors import StoreError, StoreRefused, UsageError
+from dure.store.etcd_requests import Json
 from dure.store.key import read_key_file
 
 __all__ = [
     "ANSWER_S",
     "EtcdOptions",
     "Gateway",
-    "Json",
     "Unanswered",
     "Watch",
-    "coded",
-    "decoded",
     "parsed",
 ]
-
-Json = dict[str, Any]
 
 _PORT = 2379
 ANSWER_S = 2.0
@@ -139,16 +134,6 @@ class EtcdOptions:
         words = {"cacert": self.cacert, "cert": self.cert, "key": self.key, "user": self.user}
         query = urlencode({name: word for name, word in words.items() if word})
         return f"etcd://{','.join(self.endpoints)}/{quote(job)}" + (f"?{query}" if query else "")
-
-
-def coded(text: str | bytes) -> str:
-    """Write bytes as the gateway wants them."""
-    return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
-
-
-def decoded(text: str) -> bytes:
-    """Read bytes as the gateway writes them."""
-    return base64.b64decode(text)
 
 
 class Gateway:

@@ -24,7 +24,8 @@ from dure.launch.agent.messages import (
     View,
     Watch,
 )
-from dure.store.etcd_gateway import Connection, EtcdOptions, Json
+from dure.store.etcd_gateway import Connection, EtcdOptions
+from dure.store.etcd_requests import Json
 from tests.store.procs import etcd
 from tests.waiting import until
 
@@ -65,6 +66,7 @@ def test_two_hosts_join_one_job_and_learn_what_to_do(server: etcd.Etcd) -> None:
         assert two.ask(Leave("b", b"b")) == Accepted()
         assert two.ask(Watch("b", b"b"), 5.0) == Gone()
         assert one.ask(Leave("a", b"another")) == Gone()
+        assert one.ask(Tell("a", b"a")) == Accepted(), "it keeps its lease"
 
 
 def test_a_host_that_asks_again_over_another_connection_keeps_its_lease(server: etcd.Etcd) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout, UsageError
 from dure.store.etcd import MAX_ETCD_BYTES, EtcdStore
-from dure.store.etcd_gateway import Connection, EtcdOptions, Gateway, Json
+from dure.store.etcd_gateway import Connection, EtcdOptions, Gateway
+from dure.store.etcd_requests import Json
 from tests.store.procs import etcd
 from tests.store.procs.relay import Relay
 from tests.store.procs.store_programs import line, running

@@ -21,7 +21,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import msgspec
@@ -53,10 +52,16 @@ from dure.store.etcd_gateway import (
     Connection,
     EtcdOptions,
     Gateway,
-    Json,
     Unanswered,
-    coded,
-    decoded,
+)
+from dure.store.etcd_requests import (
+    Json,
+    KeyValue,
+    delete,
+    has_revision,
+    keys_below,
+    put,
+    range_below,
 )
 from dure.store.key import mint
 
@@ -77,16 +82,7 @@ _CROWD_S = 0.1
 """How long an agent waits at most, at random, when another one was faster."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A key's value, the revision of its last change, and its lease."""
-
-    revision: int
-    value: bytes
-    lease: int
-
-
-_Keys = dict[str, _Kept]
+_Keys = dict[str, KeyValue]
 
 
 class _Record(msgspec.Struct, array_like=True, frozen=True):
@@ -139,7 +135,7 @@ class EtcdControl:
                 answer = self._change(
                     self._asking, message.agent, message.nonce, (lost,), last=True
                 )
-                if self._lease:
+                if isinstance(answer, Accepted) and self._lease:
                     self._request("lease/revoke", {"ID": str(self._lease)})
                 return answer
 
@@ -164,7 +160,7 @@ class EtcdControl:
                 if state.agents[:1] != (agent,):
                     return
                 if not any(name.startswith(_MEMBERS) for name in keys):
-                    self._request("kv/deleterange", _below(self._root))
+                    self._request("kv/deleterange", range_below(self._root))
                     return
                 if time.monotonic() > until:
                     return
@@ -202,13 +198,13 @@ class EtcdControl:
                 state = joining.state(joining.settings.run_id or uuid.uuid4().hex)
             if former and _MEMBERS + former in keys:
                 state.apply(Lost(former, "it was cut off, and has come back"))
-                steps.append(self._delete(_MEMBERS + former))
+                steps.append(delete(self._prefix + _MEMBERS + former))
             state.apply(joining.joined)
             settings = state.settings
             lease = lease or self._granted(settings.lease_s + settings.margin_s)
-            steps.append(self._put(_MEMBERS + agent, joining.nonce, lease))
+            steps.append(put(self._prefix + _MEMBERS + agent, joining.nonce, lease))
             with contextlib.suppress(StoreLost):
-                if self._write(self._asking, state, [self._is_at(_STATE, keys)], steps):
+                if self._write(self._asking, state, [self._unchanged(_STATE, keys)], steps):
                     self._lease = lease
                     return Admitted(settings)
             if time.monotonic() > until:
@@ -233,10 +229,10 @@ class EtcdControl:
                 return Gone()
             for event in events:
                 state.apply(event)
-            steps = [self._delete(mine)] if last else []
+            steps = [delete(self._prefix + mine)] if last else []
             if state == before and not steps:
                 return Accepted()
-            expect = [self._is_at(_STATE, keys), self._is_at(mine, keys)]
+            expect = [self._unchanged(_STATE, keys), self._unchanged(mine, keys)]
             if self._write(connection, state, expect, steps):
                 return Accepted()
             self._rest()
@@ -256,7 +252,7 @@ class EtcdControl:
                 return answer
             try:
                 if self._changes is None:
-                    self._changes = self._streaming.events(_below(self._prefix), revision + 1)
+                    self._changes = self._streaming.events(range_below(self._prefix), revision + 1)
                 while next(self._changes) <= revision:
                     pass
             except (Unanswered, StopIteration):
@@ -308,17 +304,16 @@ class EtcdControl:
 
     def _read(self, connection: Connection, patience_s: float = _PATIENCE_S) -> tuple[int, _Keys]:
         """Return the revision, and all keys of the job's control plane."""
-        below = _below(self._prefix)
-        answer = self._until_answered(lambda: connection.ask("kv/range", below), patience_s)
-        found = {self._name(each): _kept(each) for each in answer.get("kvs", ())}
-        return int(answer["header"]["revision"]), found
+        wanted = range_below(self._prefix)
+        answer = self._until_answered(lambda: connection.ask("kv/range", wanted), patience_s)
+        return int(answer["header"]["revision"]), keys_below(self._prefix, answer)
 
     def _write(
         self, connection: Connection, state: JobState, expect: list[Json], steps: list[Json]
     ) -> bool:
-        """Write a state and more, if all that is expected holds; tell whether it did."""
+        """Write a state and carry out `steps` if all conditions hold; return whether they did."""
         record = pack(_Record(str(own_build()), msgspec.Raw(pack(state))))
-        body = {"compare": expect, "success": [self._put(_STATE, record), *steps]}
+        body = {"compare": expect, "success": [put(self._prefix + _STATE, record), *steps]}
         try:
             return bool(connection.ask("kv/txn", body).get("succeeded"))
         except Unanswered:  # it may have been done: the caller reads again
@@ -328,21 +323,9 @@ class EtcdControl:
         """Return a new lease; one whose number was lost on the way ends by itself."""
         return int(self._request("lease/grant", {"TTL": str(math.ceil(ttl_s))})["ID"])
 
-    def _name(self, found: Json) -> str:
-        return decoded(found["key"]).decode().removeprefix(self._prefix)
-
-    def _put(self, name: str, value: bytes, lease: int = 0) -> Json:
-        words = {"key": coded(self._prefix + name), "value": coded(value), "lease": str(lease)}
-        return {"request_put": words}
-
-    def _delete(self, name: str) -> Json:
-        return {"request_delete_range": {"key": coded(self._prefix + name)}}
-
-    def _is_at(self, name: str, keys: _Keys) -> Json:
-        """Expect that a key was not changed since `keys` were read, or does not exist still."""
-        revision = keys[name].revision if name in keys else 0
-        key = coded(self._prefix + name)
-        return {"target": "MOD", "result": "EQUAL", "key": key, "mod_revision": str(revision)}
+    def _unchanged(self, name: str, keys: _Keys) -> Json:
+        """Return the condition that a key is as it was, or as absent, when `keys` were read."""
+        return has_revision(self._prefix + name, keys[name].revision if name in keys else 0)
 
 
 _read_record = msgspec.msgpack.Decoder(_Record).decode
@@ -360,16 +343,6 @@ def _state_of(keys: _Keys) -> JobState | str | None:
         if build == str(own_build()):
             return _read_state(record.state)
     return build
-
-
-def _kept(found: Json) -> _Kept:
-    lease = int(found.get("lease", 0))
-    return _Kept(int(found["mod_revision"]), decoded(found.get("value", "")), lease)
-
-
-def _below(prefix: str) -> Json:
-    """Return the range of all keys that begin with `prefix`, which ends in "/"."""
-    return {"key": coded(prefix), "range_end": coded(prefix[:-1] + chr(ord("/") + 1))}
 
 
 class EtcdEndpoint:
