@@ -23,16 +23,16 @@ from typing import ClassVar
 
 from dure.launch.agent.control import CoordinatorClient
 from dure.launch.agent.coordinator import Coordinator
-from dure.launch.agent.events import Ended, Joined, Leave, Settings, Work
-from dure.launch.agent.membership import HostMember, Membership, boottime
-from dure.launch.agent.messages import Admitted, Answer, Join, Message, Tell
+from dure.launch.agent.events import Ended, Joined, Leave, RunRound, Settings
+from dure.launch.agent.membership import HostMember, HostMembership, boottime
+from dure.launch.agent.messages import Admitted, Answer, Heartbeat, JoinRequest, Message
 from dure.launch.spec import Exit, RankResult
 from dure.store.address import resolve
 from dure.store.board import Answer as ClientAnswer
 from dure.store.key import mint
 from dure.store.listener import listen
 from dure.store.server import StoreServer
-from dure.store.wire import Request
+from dure.store.wire import StoreRequest
 
 NPROC, PATIENCE_S = 8, 60.0
 
@@ -42,7 +42,7 @@ class Counting(Coordinator):
 
     counts: ClassVar[Counter[str]] = Counter()
 
-    def handle(self, client: bytes, request: Request, now: float) -> list[ClientAnswer]:
+    def handle(self, client: bytes, request: StoreRequest, now: float) -> list[ClientAnswer]:
         """Count a request."""
         if request.op == "control":
             self.counts["requests"] += 1
@@ -67,7 +67,7 @@ class Timed(CoordinatorClient):
         """Put a request."""
         began = time.monotonic()
         answer = super().ask(message, timeout_s)
-        if isinstance(message, Tell):
+        if isinstance(message, Heartbeat):
             Timed.worst_s = max(Timed.worst_s, time.monotonic() - began)
         return answer
 
@@ -77,11 +77,11 @@ def play(
 ) -> None:
     """Be one agent."""
     joined = Joined(f"agent-{number:06}", f"node-{number:04}", NPROC, address="10.0.0.1")
-    joining = Join(joined, b"%016d" % number, settings, elastic=False)
+    joining = JoinRequest(joined, b"%016d" % number, settings, elastic=False)
     control, sent = Timed(endpoint, key, PATIENCE_S), boottime()
     answer = control.ask(joining)
     assert isinstance(answer, Admitted)
-    member = HostMember(control, Membership(joined, joining.nonce, answer.settings, sent))
+    member = HostMember(control, HostMembership(joined, joining.nonce, answer.settings, sent))
 
     news = select.poll()  # there are more descriptors than `select.select` can name
     news.register(member.fd, select.POLLIN)
@@ -91,8 +91,8 @@ def play(
             news.poll(1000 * PATIENCE_S)
         return action
 
-    action = wait_for(Work)
-    assert isinstance(action, Work)
+    action = wait_for(RunRound)
+    assert isinstance(action, RunRound)
     steps["started"].wait()
     steps["ended"].wait()
     part = action.round
@@ -100,7 +100,7 @@ def play(
         RankResult(rank=part.first_rank + k, host=joined.host, pid=1000 + k, exit=Exit(code=0))
         for k in range(NPROC)
     )
-    member.tell(Ended(member.agent, part.number, ranks, well=True))
+    member.report(Ended(member.agent, part.number, ranks, well=True))
     wait_for(Leave)
     assert not member.gone
     steps["settled"].wait()
@@ -136,7 +136,7 @@ def measure(count: int, seconds: float) -> None:
     """Print one line of the table."""
     key = mint()
     settings = Settings(min_hosts=count, max_hosts=count, run_id="job")
-    state = Join(Joined("", "", 0), b"", settings, elastic=False).state("job")
+    state = JoinRequest(Joined("", "", 0), b"", settings, elastic=False).state("job")
     Counting.counts = Counter()
     server = StoreServer(listen(resolve("127.0.0.1", 0)), key, board=Counting(state))
     endpoint = f"tcp://127.0.0.1:{server.port}"

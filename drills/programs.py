@@ -142,11 +142,11 @@ def elastic() -> None:
 
     import dure as dist  # lazy: as torch
     from dure.elastic import State, run  # lazy: as torch
-    from dure.elastic.membership import Membership  # lazy: as torch
+    from dure.elastic.membership import RankMembership  # lazy: as torch
     from dure.elastic.snapshot import Snapshot  # lazy: as torch
     from dure.parallel import DistributedDataParallel  # lazy: as torch
 
-    for kind, name in ((Membership, "agree"), (Snapshot, "send"), (Snapshot, "receive")):
+    for kind, name in ((RankMembership, "agree"), (Snapshot, "send"), (Snapshot, "receive")):
         setattr(kind, name, heeding(name, getattr(kind, name)))
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)

@@ -10,8 +10,8 @@ import pytest
 
 from dure.cli import page
 from dure.cli.app import run_command_line
-from dure.launch.ranks.report import Step
-from dure.launch.spec import Crash, Exit, Frame, JobResult, RankResult
+from dure.launch.ranks.report import ReportedStep
+from dure.launch.spec import Crash, Exit, JobResult, RankResult, StackFrame
 
 
 @pytest.mark.parametrize("words", [["view", "x"], ["run", "--page", "x.py"]])
@@ -29,10 +29,10 @@ def test_missing_server_is_one_line_with_what_to_install(
 
 
 def test_rows_have_state_step_and_last_line() -> None:
-    ranks = page.Ranks()
+    ranks = page.RankTable()
     for number in (0, 1, 2, 1):  # the last in the place of the second
         ranks.noted({"event": "started", "rank": number, "pid": os.getpid(), "host": "h"})
-    ranks.progressed(0, Step(step=30, total=60, values={"loss": 0.25}))
+    ranks.progressed(0, ReportedStep(step=30, total=60, values={"loss": 0.25}))
     ranks.spoke(0, b"\x1b[31mepoch 2\x1b[0m")
     ranks.noted({"event": "crashed", "rank": 1, "type": "ValueError", "message": "my bug"})
     ranks.noted({"event": "ended", "rank": 2, "code": 0, "signal": None})
@@ -80,7 +80,7 @@ def rank(number: int, **more: object) -> RankResult:
     ],
 )
 def test_last_operation_is_read_as_ranks_tell_it(last: str, expected: tuple[str, ...]) -> None:
-    stack = (Frame("/t.py", 9, "load"),)
+    stack = (StackFrame("/t.py", 9, "load"),)
     result = JobResult(
         exit_code=1,
         elapsed_s=2.0,

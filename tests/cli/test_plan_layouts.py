@@ -72,7 +72,7 @@ def test_columns_are_shares_of_a_step(found):
     assert heads[-6:] == ["GB", "compute", "tp", "dp", "bubble", "host"]
     assert line[2:] == ["1,000", "41%", "2.5", "50%", "10%", "20%", "10%", "10%"]
     assert tie[:2] == ["2", "~"]
-    assert "2 of 2 layouts cannot be told from the first" in " ".join(out.split())
+    assert "2 of 2 layouts cannot be distinguished from the first" in " ".join(out.split())
     assert "GB of the first: parameters 2.0, scores 0.5.\n" in out
 
 

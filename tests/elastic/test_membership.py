@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dure.elastic.membership import JobDone, Membership
-from dure.elastic.views import Progress, RankMember, View
+from dure.elastic.membership import JobDone, RankMembership
+from dure.elastic.views import ElasticView, Progress, RankMember
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store import HashStore
 from dure.store.identity import Identity, myself
@@ -25,7 +25,9 @@ MINE, FIRST, LATER, GONE = (
     RankMember("later", 2, FAR),
     RankMember("gone", 3, DEAD),
 )
-LAST = View(number=4, members=(MINE, FIRST, LATER, GONE), known=("mine", "first", "later", "gone"))
+LAST = ElasticView(
+    number=4, members=(MINE, FIRST, LATER, GONE), known=("mine", "first", "later", "gone")
+)
 
 
 def nobody(rank: int) -> bool:
@@ -45,13 +47,13 @@ NOTHING = Progress()
 
 def says_here(store: HashStore, member: RankMember, progress: Progress = NOTHING) -> None:
     """Let a member announce that LAST has ended."""
-    other = Membership(store, member.rank, 4)
+    other = RankMembership(store, member.rank, 4)
     other.me = member
     other.announce(LAST, progress)
 
 
-def one_of(store: HashStore, **options: Any) -> Membership:
-    return Membership(store, 0, 2, **options)
+def one_of(store: HashStore, **options: Any) -> RankMembership:
+    return RankMembership(store, 0, 2, **options)
 
 
 def test_who_comes_waits_until_it_is_known_or_has_ended():
@@ -61,7 +63,7 @@ def test_who_comes_waits_until_it_is_known_or_has_ended():
     for member in (FIRST, MINE, GONE, FIRST):  # the answer to the first was lost
         here.register(member)
     assert tokens(here.newcomers(None)) == ["first", "mine"], "in the order in which they came"
-    view = View(number=0, members=(FIRST,), known=("first",))
+    view = ElasticView(number=0, members=(FIRST,), known=("first",))
     assert tokens(here.newcomers(view)) == ["mine"]
     here.leave(MINE)
     assert here.newcomers(view) == one_of(store).newcomers(view) == []
@@ -97,33 +99,33 @@ def test_missing_is_who_lives_and_is_not_here():
 def test_the_first_view_that_is_proposed_counts():
     store = HashStore()
     here = one_of(store)
-    here.propose(View(number=0, members=(here.me,)))
-    one_of(store).propose(View(number=0, members=(FIRST,)))
+    here.propose(ElasticView(number=0, members=(here.me,)))
+    one_of(store).propose(ElasticView(number=0, members=(FIRST,)))
     assert here.enter().members == (here.me,)
 
 
 def test_a_newcomer_does_not_wait_for_ever_for_ranks_of_hosts_that_may_be_lost():
     store = HashStore()
-    one_of(store).propose(View(number=0, members=(FIRST,), known=("first",)))
+    one_of(store).propose(ElasticView(number=0, members=(FIRST,), known=("first",)))
     with pytest.raises(RendezvousError) as caught:
-        Membership(store, 1, 2, timeout_s=0.2).enter()
+        RankMembership(store, 1, 2, timeout_s=0.2).enter()
     assert (caught.value.rank, caught.value.elapsed_s) == (1, 0.2)
 
 
 def test_a_newcomer_whose_job_is_done_or_who_shall_end_is_told_so():
     store = HashStore()
-    one_of(store).propose(View(number=0, members=(MINE,), known=("mine",)))
+    one_of(store).propose(ElasticView(number=0, members=(MINE,), known=("mine",)))
     with pytest.raises(JobDone):
-        Membership(store, 1, 2, give_up=lambda: True).enter()
+        RankMembership(store, 1, 2, give_up=lambda: True).enter()
     one_of(store).finish()
     with pytest.raises(JobDone):
-        Membership(store, 1, 2).enter()
+        RankMembership(store, 1, 2).enter()
 
 
 def test_survivors_go_on_with_a_rank_that_has_come_again_after_those_that_are_left():
     store = HashStore()
-    here = Membership(store, 1, 2)
-    last = View(number=0, members=(FIRST, here.me), known=("first", here.me.token))
+    here = RankMembership(store, 1, 2)
+    last = ElasticView(number=0, members=(FIRST, here.me), known=("first", here.me.token))
     for token in ("first", "again"):  # the launcher has started the rank once more
         here.register(RankMember(token, FIRST.rank, FAR))
     here.announce(last, Progress(committed=5))
@@ -133,31 +135,31 @@ def test_survivors_go_on_with_a_rank_that_has_come_again_after_those_that_are_le
 
 
 def test_a_member_of_another_host_that_lives_and_does_not_come_is_left_out_in_the_end():
-    here = Membership(HashStore(), 0, 2, timeout_s=0.05)
-    last = View(number=0, members=(here.me, FIRST), known=(here.me.token, "first"))
+    here = RankMembership(HashStore(), 0, 2, timeout_s=0.05)
+    last = ElasticView(number=0, members=(here.me, FIRST), known=(here.me.token, "first"))
     here.announce(last, Progress(committed=5))
     assert here.agree(last, nobody).members == (here.me,)
 
 
 def test_too_few_survivors_wait_for_more_and_then_end_the_job():
-    here = Membership(HashStore(), 0, 2, min_ranks=2, enough_s=0.05)
-    last = View(number=0, members=(here.me, GONE), known=(here.me.token, "gone"))
+    here = RankMembership(HashStore(), 0, 2, min_ranks=2, enough_s=0.05)
+    last = ElasticView(number=0, members=(here.me, GONE), known=(here.me.token, "gone"))
     here.announce(last, Progress(committed=5))
     with pytest.raises(RendezvousError):
         here.agree(last, nobody)
 
 
 def test_a_rank_that_never_comes_is_waited_for_and_then_done_without():
-    here = Membership(HashStore(), 0, 3, enough_s=0.05)
+    here = RankMembership(HashStore(), 0, 3, enough_s=0.05)
     here.register(FIRST)
     assert here.enter().members == (here.me, FIRST)
 
 
 def test_who_was_left_out_comes_back_as_a_newcomer():
     store = HashStore()
-    late = Membership(store, 0, 1, enough_s=0.0)
-    last = View(number=0, members=(late.me, FIRST), known=(late.me.token, "first"))
-    after = View(number=1, members=(GONE,), known=(late.me.token, "first", "gone"))
+    late = RankMembership(store, 0, 1, enough_s=0.0)
+    last = ElasticView(number=0, members=(late.me, FIRST), known=(late.me.token, "first"))
+    after = ElasticView(number=1, members=(GONE,), known=(late.me.token, "first", "gone"))
     late.propose(last)
     late.propose(after)  # whose only member has ended since
     late.announce(last, Progress(committed=5))
@@ -167,11 +169,11 @@ def test_who_was_left_out_comes_back_as_a_newcomer():
 
 
 def test_waiting_for_a_group_ends_when_a_member_has_ended_or_given_up():
-    here = Membership(HashStore(), 0, 2, timeout_s=PATIENCE_S)
+    here = RankMembership(HashStore(), 0, 2, timeout_s=PATIENCE_S)
     with pytest.raises(PeerLost) as lost:
         here.keys_of(LAST).get("address")
     assert lost.value.peer == 3
-    alive = View(number=4, members=(MINE, FIRST))
+    alive = ElasticView(number=4, members=(MINE, FIRST))
     with pytest.raises(StoreTimeout):
         here.keys_of(alive).wait(["address"], timedelta(seconds=0.05))
     here.announce(alive, Progress())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.elastic.views import Progress, RankMember, View, next_view
+from dure.elastic.views import ElasticView, Progress, RankMember, next_view
 from dure.store.identity import Identity
 
 
@@ -14,13 +14,13 @@ def member(token: str, rank: int = 0) -> RankMember:
     return RankMember(token, rank, Identity(1, "1", "host", "host"))
 
 
-def four(*tokens: str) -> View:
+def four(*tokens: str) -> ElasticView:
     """Return view 4 of these members, which nobody has left."""
     members = tuple(member(t, r) for r, t in enumerate(tokens))
-    return View(number=4, members=members, known=tokens)
+    return ElasticView(number=4, members=members, known=tokens)
 
 
-def tokens(view: View) -> str:
+def tokens(view: ElasticView) -> str:
     return "".join(m.token for m in view.members)
 
 

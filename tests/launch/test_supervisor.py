@@ -13,8 +13,8 @@ from dure.launch.supervisor import (
     AskStacks,
     Kill,
     Measure,
-    Phase,
     Policy,
+    RoundPhase,
     Signal,
     Supervisor,
     Sweep,
@@ -30,13 +30,13 @@ def test_a_failure_is_noted_where_others_decide() -> None:
     machine = Supervisor(3, TIMING, Policy.REPORT)
     assert machine.exited(1, Exit(signal=9), 0.0) == []
     assert machine.crashed(2, 0.0) == []
-    assert (machine.phase, machine.first_failure) == (Phase.RUNNING, 1)
+    assert (machine.phase, machine.first_failure) == (RoundPhase.RUNNING, 1)
 
 
 def test_a_held_round_does_not_end_with_its_ranks() -> None:
     machine = Supervisor(2, TIMING, Policy.HOLD)
     assert machine.exited(0, Exit(code=0), 0.0) == machine.exited(1, Exit(code=0), 0.0) == []
-    assert machine.phase is Phase.RUNNING
+    assert machine.phase is RoundPhase.RUNNING
 
 
 def test_a_held_round_notes_ends_until_it_is_stopped() -> None:
@@ -45,12 +45,12 @@ def test_a_held_round_notes_ends_until_it_is_stopped() -> None:
     assert machine.crashed(2, 0.0) == []
     assert machine.exited(0, Exit(code=0), 1.0) == []
     assert machine.exited(2, Exit(code=1), 2.0) == []
-    assert machine.phase is Phase.RUNNING
+    assert machine.phase is RoundPhase.RUNNING
     machine.replaced(1)
     assert machine.alive == (1,)
     machine.exited(1, Exit(code=0), 3.0)
     assert machine.stop(4.0) == [Sweep()]
-    assert machine.phase is Phase.LEAVING
+    assert machine.phase is RoundPhase.LEAVING
     assert machine.ended_by_launcher == frozenset()
 
 
@@ -81,7 +81,7 @@ def test_signals_of_one_request_do_not_shorten_the_time_for_saving() -> None:
     machine.interrupted(signal.SIGTERM, 0.0, caught=True)
     assert machine.interrupted(signal.SIGHUP, 0.01, caught=True) == []
     assert machine.interrupted(signal.SIGTERM, 1.9, caught=True) == []
-    assert machine.phase is Phase.SAVING
+    assert machine.phase is RoundPhase.SAVING
     assert machine.interrupted(signal.SIGTERM, 2.0, caught=True) == [KILL_ALL]
 
 
@@ -161,7 +161,7 @@ def test_grace_over_kills_until_nothing_is_left() -> None:
     machine.swept(2, 5.0)
     assert machine.tick(5.1) == [KILL_ALL, Sweep()]
     machine.swept(0, 5.1)
-    assert machine.phase is Phase.DONE
+    assert machine.phase is RoundPhase.DONE
 
 
 def test_a_host_that_was_given_up_kills_at_once() -> None:
@@ -175,7 +175,7 @@ def test_where_nothing_helps_it_gives_up() -> None:
     machine.interrupted(signal.SIGINT, 0.0)
     assert machine.interrupted(signal.SIGINT, 2.0) == [KILL_ALL]
     machine.tick(7.0)
-    assert machine.phase is Phase.DONE
+    assert machine.phase is RoundPhase.DONE
 
 
 class World:
@@ -217,7 +217,7 @@ class World:
     def run(self, interrupts: list[float], horizon: float) -> float:
         """Advance to DONE; return when that was."""
         now = 0.0
-        while self.machine.phase is not Phase.DONE:
+        while self.machine.phase is not RoundPhase.DONE:
             times = [entry[0] for entry in self.pending] + interrupts
             times += [] if self.machine.wake_at is None else [self.machine.wake_at]
             times += [self.stopped_at]

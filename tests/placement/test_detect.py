@@ -15,7 +15,7 @@ from tests.placement import environments as seen
 # size, local rank, local world size, node), the slot that it makes of `dure run` (hosts, node rank,
 # ranks to start, processes on this host), and the host of rank 0.
 CASES = {
-    "NOTHING": ("NOBODY", None, None, None),
+    "NOTHING": ("NONE", None, None, None),
     "SLURM_STEP": ("SLURM", (5, 7, 1, 3, 1), (2, 1, None, 3), "cn08"),
     "SLURM_AGENT": ("SLURM", (1, 2, 0, 1, 1), (2, 1, 8, 1), "cn08"),
     "SLURM_BATCH": ("SLURM", None, None, None),
@@ -36,7 +36,7 @@ CASES = {
     "KUBEFLOW_TRAINER": ("KUBERNETES", (1, 3, 0, 1, 1), (3, 1, None, 1), "bert-node-0-0.bert"),
     "DEEPSPEED": ("LAUNCHER", (3, 4, 1, 2, 1), None, "node1"),
     "AZURE_PYTORCH": ("LAUNCHER", (3, 4, 1, None, 1), None, "10.0.0.4"),
-    "LIGHTNING_CHILD": ("NOBODY", None, None, None),
+    "LIGHTNING_CHILD": ("NONE", None, None, None),
 }
 ENVIRONMENTS = {name: getattr(seen, name) for name in CASES}
 
@@ -156,4 +156,4 @@ def test_detection_never_fails_and_numbers_stay_in_bounds(environ):
         assert 0 <= found.member.rank < found.member.world_size
     if found.slot is not None:
         assert found.slot.node_rank >= 0
-    assert (found.system is System.NOBODY) <= (found.member is None)
+    assert (found.system is System.NONE) <= (found.member is None)

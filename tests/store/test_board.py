@@ -4,20 +4,20 @@ import pytest
 
 from dure.errors import StoreError
 from dure.store.board import Board
-from dure.store.wire import Reply, Request
+from dure.store.wire import Reply, StoreRequest
 
 A, B, C = b"a", b"b", b"c"
 
 
 def test_a_write_that_is_asked_again_gets_its_first_answer() -> None:
     board = Board()
-    add = Request("add", ("n",), amount=1, once=b"1")
+    add = StoreRequest("add", ("n",), amount=1, once=b"1")
     assert board.handle(A, add, 0.0) == [(A, Reply("ok", 1))]
     board.leave(A)
     assert board.handle(B, add, 0.0) == [(B, Reply("ok", 1))]
     assert board.handle(A, add, 0.0) == [(A, Reply("ok", 1))]  # the first one, read late
     for number in range(5000):
-        board.handle(b"%d" % number, Request("set", ("k",), (b"",), once=b"%d!" % number), 0.0)
+        board.handle(b"%d" % number, StoreRequest("set", ("k",), (b"",), once=b"%d!" % number), 0.0)
         board.leave(b"%d" % number)
     assert len(board._done) < 1100  # what is kept of clients that left is bounded
     assert board.data == {"n": b"1", "k": b""}
@@ -26,19 +26,19 @@ def test_a_write_that_is_asked_again_gets_its_first_answer() -> None:
 every_write = pytest.mark.parametrize(
     "write",
     [
-        Request("set", ("k",), (b"1",)),
-        Request("add", ("k",), amount=1),
-        Request("append", ("k",), (b"1",)),
-        Request("compare_set", ("k",), (b"", b"1")),
+        StoreRequest("set", ("k",), (b"1",)),
+        StoreRequest("add", ("k",), amount=1),
+        StoreRequest("append", ("k",), (b"1",)),
+        StoreRequest("compare_set", ("k",), (b"", b"1")),
     ],
 )
 
 
 @every_write
-def test_every_kind_of_write_wakes_those_who_are_still_there(write: Request) -> None:
+def test_every_kind_of_write_wakes_those_who_are_still_there(write: StoreRequest) -> None:
     board = Board()
-    board.handle(A, Request("get", ("k",), timeout_s=5), 0.0)
-    board.handle(C, Request("get", ("k",), timeout_s=5), 0.0)
+    board.handle(A, StoreRequest("get", ("k",), timeout_s=5), 0.0)
+    board.handle(C, StoreRequest("get", ("k",), timeout_s=5), 0.0)
     board.leave(C)
     answers = board.handle(B, write, 0.0)
     assert [client for client, _ in answers] == [B, A]
@@ -48,7 +48,7 @@ def test_every_kind_of_write_wakes_those_who_are_still_there(write: Request) -> 
 def test_append_makes_no_value_that_set_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dure.store.board.MAX_VALUE_BYTES", 3)
     board = Board()
-    board.handle(A, Request("append", ("k",), (b"123",)), 0.0)
+    board.handle(A, StoreRequest("append", ("k",), (b"123",)), 0.0)
     with pytest.raises(StoreError):
-        board.handle(A, Request("append", ("k",), (b"4",)), 0.0)
+        board.handle(A, StoreRequest("append", ("k",), (b"4",)), 0.0)
     assert board.data == {"k": b"123"}

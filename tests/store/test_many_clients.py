@@ -7,7 +7,7 @@ import zmq
 
 from dure.store import JobKey, router
 from dure.store.server import StoreServer
-from dure.store.wire import Request, pack, read_reply
+from dure.store.wire import StoreRequest, pack, read_reply
 from tests.waiting import PATIENCE_S
 
 NUM_CLIENTS = 1500
@@ -31,7 +31,7 @@ def test_1500_clients_with_the_right_key_connect_at_once(server: StoreServer, ke
             key.arm(client, "store client")
             client.curve_serverkey = key.pair("store server").public
             client.connect(server.endpoint)
-            client.send(pack(Request("add", ("connected",), amount=1)))
+            client.send(pack(StoreRequest("add", ("connected",), amount=1)))
         deadline = time.monotonic() + PATIENCE_S
         unanswered = [
             number

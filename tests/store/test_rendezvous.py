@@ -18,7 +18,7 @@ from dure.store import rendezvous as module
 from dure.store.builds import Build, own_build
 from dure.store.identity import myself
 from dure.store.rendezvous import Rendezvous, RendezvousMember, rendezvous
-from dure.store.wire import Reply, Request
+from dure.store.wire import Reply, StoreRequest
 from tests.waiting import until
 
 from .conftest import TIMEOUT, dead_process
@@ -168,7 +168,7 @@ class CountingStore(HashStore):
         self._shared = shared
         self.num_requests = 0
 
-    def _answered(self, request: Request, patience_s: float) -> Reply | None:
+    def _answered(self, request: StoreRequest, patience_s: float) -> Reply | None:
         self.num_requests += 1
         return self._shared._answered(request, patience_s)
 

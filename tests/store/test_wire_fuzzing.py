@@ -28,7 +28,7 @@ from dure.store import FileStore, JobKey
 from dure.store.board import Board
 from dure.store.etcd_gateway import parsed
 from dure.store.key import read_key_file
-from dure.store.wire import Op, Request, pack, read_reply, read_request
+from dure.store.wire import Op, StoreRequest, pack, read_reply, read_request
 from tests.waiting import PATIENCE_S
 
 QUICK, LONG = 60, 10_000
@@ -61,7 +61,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 keys = st.lists(st.sampled_from("abc"), max_size=3).map(tuple)
 requests = st.builds(
-    Request,
+    StoreRequest,
     op=st.sampled_from(get_args(Op)),
     keys=keys,
     values=st.lists(st.sampled_from([b"", b"1", b"x"]), max_size=3).map(tuple),
@@ -179,7 +179,7 @@ def test_bytes_of_others_end_in_a_value_or_the_right_error(
     fuzz(target, some_bytes, bytes, examples // (4 if target is a_store_file else 1))
 
 
-History = tuple[list[tuple[bytes, Request, float]], list[bytes]]
+History = tuple[list[tuple[bytes, StoreRequest, float]], list[bytes]]
 
 
 def a_history(data: History) -> None:

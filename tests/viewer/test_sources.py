@@ -13,7 +13,7 @@ import pytest
 from dure.errors import UsageError
 from dure.trace.events import State
 from dure.viewer.sources import Live, Recorded
-from dure.viewer.view import Feed, RankRow, Wait
+from dure.viewer.view import Feed, RankRow, RankWait
 from tests.trace.made_up import record, write
 from tests.viewer.made_steps import marks, phases
 
@@ -40,7 +40,7 @@ def test_run_shows_the_launchers_rows_with_what_ranks_publish(tmp_path: Path) ->
     assert (second.step, third.where) == (1, "")
     call = "all_reduce #2 (float32, 400 bytes, SUM)"
     assert page.view.waits == [
-        Wait(rank=0, on=[1, 2], call=call, at="/home/me/train.py:31", since_s=1.0)
+        RankWait(rank=0, on=[1, 2], call=call, at="/home/me/train.py:31", since_s=1.0)
     ]
     assert [text for _, _, text in page.output.since(1, 0)] == ["hello", "x"]
     assert page.output.since(1, 1) == [(2, "stderr", "x")]

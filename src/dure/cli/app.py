@@ -24,7 +24,7 @@ COMMANDS = {
     "bench": ("bench.command:bench", "Measure collectives on this machine, and check results."),
     "doctor": (
         "doctor.command:doctor",
-        "Check this machine: what is wrong, and what to do.",
+        "Check this machine, and advise how to mend faults.",
     ),
     "plan": (
         "plan:commands",

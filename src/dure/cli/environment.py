@@ -1,4 +1,4 @@
-"""`dure env`: what started this process, its rank, and the variables that decide it."""
+"""`dure env`: how this process was started, its rank, and the variables that decide it."""
 
 from __future__ import annotations
 

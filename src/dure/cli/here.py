@@ -35,7 +35,7 @@ def here(ranks: int, *, again: bool = False) -> Machine:
 
     Args:
         ranks: How many there are to be.
-        again: Measure, whatever is kept.
+        again: Measure, also if earlier figures are kept.
 
     Raises:
         UsageError: No such number of ranks.

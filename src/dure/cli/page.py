@@ -2,7 +2,8 @@
 
 A separate process serves a run's page, and the launcher sends it the state of the ranks. So
 connections to its port cost the launcher neither time nor descriptors. The launcher never waits for
-that process either: what does not fit into the pipe is left out, and the next message has it again.
+that process either: a message that does not fit into the pipe is dropped, and the next one has it
+again.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ import typer
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec
 from dure.launch.ranks.errorfiles import temporary_folder
-from dure.launch.ranks.report import Step
+from dure.launch.ranks.report import ReportedStep
 from dure.launch.show.summary import summary, where
 from dure.launch.spec import RankResult, Stream
 from dure.viewer.access import Access, listen
-from dure.viewer.view import Feed, Outcome, RankRow, Site
+from dure.viewer.view import Feed, RankRow, RunOutcome, Site
 
 _NEEDED = ("starlette", "uvicorn")
 _MOST_LINES, _LONGEST_LINE = 2000, 1000  # between two messages
@@ -78,7 +79,7 @@ def _address(listening: socket.socket, token: str) -> str:
     return f"http://127.0.0.1:{listening.getsockname()[1]}/#{token}"
 
 
-class Ranks:
+class RankTable:
     """What is known of each rank of this host; times are on `time.monotonic`."""
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class Ranks:
             row.state = "ended" if event["code"] == 0 else "failed"  # no code: by a signal
             row.memory = row.cpu = None
 
-    def progressed(self, rank: int, step: Step) -> None:
+    def progressed(self, rank: int, step: ReportedStep) -> None:
         """Record a rank's step."""
         row = self.rows[rank]
         row.step, row.total, row.values = step.step, step.total, dict(step.values)
@@ -141,7 +142,7 @@ def shown(line: bytes) -> str:
     return "".join(c if c.isprintable() else " " for c in text).rstrip()
 
 
-class Page(Ranks):
+class Page(RankTable):
     """Sends the state of the run to the page's process (a `Watcher`).
 
     Args:
@@ -212,7 +213,7 @@ class Page(Ranks):
             self._process.kill()
             self._process.wait()
 
-    def _send(self, outcome: Outcome | None) -> None:
+    def _send(self, outcome: RunOutcome | None) -> None:
         lines = [(rank, str(stream), shown(line)) for rank, stream, line in self._lines]
         self._lines.clear()
         elapsed_s = time.monotonic() - self._began
@@ -233,11 +234,11 @@ class Page(Ranks):
         return True
 
 
-def outcome_of(result: JobResult) -> Outcome:
+def outcome_of(result: JobResult) -> RunOutcome:
     """Return what the page shows of a run's end."""
     failure = result.first_failure
     text = "succeeded" if result.ok else f"ended with exit code {result.exit_code}"
-    return Outcome(
+    return RunOutcome(
         ok=result.ok,
         text=f"{text} after {result.elapsed_s:.1f} s",
         headline="" if failure is None else summary(result)[0],

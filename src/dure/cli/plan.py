@@ -1,4 +1,4 @@
-"""`dure plan`: what a job would take, before it is started.
+"""`dure plan`: the memory and time that a job would take, before it is started.
 
 `dure plan --model ...` is `dure plan layouts --model ...` (`plan_layouts`); `pipeline` is in this
 module.

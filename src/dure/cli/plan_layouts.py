@@ -209,8 +209,8 @@ def show(console: Console, found: Plan, title: str, *, everything: bool) -> None
         Text(
             "Behind GB (of the fullest rank): shares of a step; tp, cp and dp are communication "
             f"that nothing hides. 8 of 10 measurements were within {within:.0%} of what is "
-            f"predicted. {ties} of {len(found.rows)} layouts cannot be told from the first by that "
-            f"(~).{_simplest(found)}"
+            f"predicted. {ties} of {len(found.rows)} layouts cannot be distinguished from the "
+            f"first by that (~).{_simplest(found)}"
         )
     )
     parts = [f"{name} {size / 1e9:.1f}" for name, size in first.memory.items() if size]
@@ -249,7 +249,7 @@ def _too_large(found: Plan) -> list[str]:
 
 
 def _simplest(found: Plan) -> str:
-    """Name the simplest of the layouts that cannot be told from the first."""
+    """Name the simplest of the layouts that cannot be distinguished from the first."""
     row = found.rows[found.simplest]
     if not found.simplest:
         return ""

@@ -9,7 +9,7 @@ import json
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any  # Any: what rank 0 reports as JSON
+from typing import Any  # Any: rank 0's report as JSON
 
 import typer
 

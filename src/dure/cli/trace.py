@@ -30,7 +30,7 @@ commands = typer.Typer(no_args_is_help=True)
 
 
 @commands.command(
-    help="Compare the records of all ranks: what they did last, and what did not match."
+    help="Compare the records of all ranks: their last operations, and the mismatches."
 )
 def merge(
     folder: Annotated[

@@ -1,7 +1,8 @@
-"""Training that outlives the death of ranks, without starting the survivors anew.
+"""Training that outlives the death of ranks, without a restart of the survivors.
 
-`run` calls a training function in a group that is made anew when ranks are lost or come; `State` is
-what must not be lost, committed step by step; `on_preempt` and `preempted` save before the end.
+`run` calls a training function in a new group whenever ranks are lost or come; `State` is
+the state that must not be lost, committed step by step; `on_preempt` and `preempted` save before
+the end.
 
 Below them: `views` (which members and which step come next: pure), `membership` (how ranks agree on
 it in the job's store), `snapshot` (copies of the state).

@@ -1,11 +1,11 @@
 """How ranks come to the next view: for whom they wait, and who decides.
 
 A rank whose group has failed says that it is *here*, with what it has (`Progress`), and waits until
-each other member of the last view is here too, or is known to have ended. Whoever sees that first
-proposes the next view (`views.next_view`), with all who are here and all newcomers that wait; the
-first proposal counts (one compare-and-set), so all take the same way. If a member ends while the
-new group is made, that view has failed like any other, and the next one follows: there is no second
-decision to take.
+each other member of the last view is here too, or is known to have ended. The first rank that sees
+it proposes the next view (`views.next_view`), with all who are here and all newcomers that wait;
+the first proposal counts (one compare-and-set), so all take the same way. If a member ends while
+the new group is made, that view has failed like any other, and the next one follows: there is no
+second decision to take.
 
 A newcomer writes itself into a list and waits for a view that has it among its members. Before the
 first view, and where a view's members have all ended, newcomers decide among themselves.
@@ -18,14 +18,14 @@ order, and written again when the answer to the first time was lost:
     N/view              view N                             done           the job has ended
 
 **Who has ended**: a process of this host, when the kernel says so; one of another host, when the
-group says so, or has not heard of it for seconds; whoever has said goodbye; and a member whose rank
-has come again, for a launcher gives a rank to a new process when the old one has ended. Whoever
-sees a process of its host end says goodbye for it, because other hosts cannot see that.
+group says so, or has not heard of it for seconds; a process that has said goodbye; and a member
+whose rank has come again, for a launcher gives a rank to a new process when the old one has ended.
+Whoever sees a process of its host end says goodbye for it, because other hosts cannot see that.
 
 A member that lives and does not come (it is stopped, or busy) is waited for `timeout_s`, then left
 out; when it wakes up, it sees that, and comes back as a newcomer. There is one store, and it never
 moves: ranks that cannot reach it cannot come to a view, so a network that is cut never leaves two
-groups that both go on.
+groups that both continue.
 
 A member may also wait for one that is here already: in another group than the one that broke, or
 for a message, where only the ranks that wait for a dead one notice its death. So a rank that waited
@@ -44,17 +44,17 @@ from datetime import timedelta
 import msgspec
 
 from dure.comm.creation import wait_watching
-from dure.elastic.views import Progress, RankMember, View, next_view
+from dure.elastic.views import ElasticView, Progress, RankMember, next_view
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store.base import Store
 from dure.store.identity import alive, myself
 from dure.store.prefix import PrefixStore
 from dure.trace import line
 
-__all__ = ["GroupStore", "JobDone", "Membership"]
+__all__ = ["GroupStore", "JobDone", "RankMembership"]
 
 _LOOK = timedelta(milliseconds=10)
-"""How long one look into the store waits for what is not there yet."""
+"""How long one look into the store waits for a missing key."""
 
 _NEWCOMER_LOOK = timedelta(milliseconds=100)
 _NUDGE_S = 1.0
@@ -65,7 +65,7 @@ _SETTLE_S = 1.0
 _pack = msgspec.msgpack.encode
 _read_progress = msgspec.msgpack.Decoder(Progress).decode
 _read_member = msgspec.msgpack.Decoder(RankMember).decode
-_read_view = msgspec.msgpack.Decoder(View).decode
+_read_view = msgspec.msgpack.Decoder(ElasticView).decode
 
 Unreached = Callable[[int], bool]
 """Tells of a rank of the last view whether its group takes it for lost."""
@@ -75,12 +75,12 @@ class JobDone(Exception):
     """The job ended while this process waited to be let in."""
 
 
-class Membership:
+class RankMembership:
     """One process's side of the agreement.
 
     Args:
         store: The job's own keys.
-        rank: What the launcher calls this process.
+        rank: The number that the launcher gave this process.
         expected: How many come to the first view.
         min_ranks: Fewer members are too few.
         timeout_s: How long to wait for members that live.
@@ -109,7 +109,7 @@ class Membership:
         self._tell_at = 0.0
         self.me = self._new_self()
         for name in ("new", "left"):
-            store.append(name, b"")  # so that both are there
+            store.append(name, b"")  # so that both exist
 
     def _new_self(self) -> RankMember:
         return RankMember(uuid.uuid4().hex[:12], self._rank, myself())
@@ -127,11 +127,11 @@ class Membership:
         self.store.set(f"member/{member.token}", _pack(member))
         self.store.append("new", f"{member.token}:{member.rank}\n")
 
-    def enter(self) -> View:
+    def enter(self) -> ElasticView:
         """Come as a newcomer; return the view in which this process is a member.
 
         Raises:
-            JobDone: The job has ended meanwhile, or this process shall.
+            JobDone: The job has ended, or this process is to end.
             RendezvousError: The others did not come, or too few.
         """
         self.register(self.me)
@@ -169,7 +169,7 @@ class Membership:
                     "longer, raise Options(timeout=...).",
                 )
 
-    def newcomers(self, last: View | None) -> list[RankMember]:
+    def newcomers(self, last: ElasticView | None) -> list[RankMember]:
         """Return the living newcomers that wait for a view."""
         known = set[str]() if last is None else set(last.known)
         fresh = [t for t in self._read_arrivals() if t not in known and t not in self._dead]
@@ -178,18 +178,18 @@ class Membership:
 
     # ---- the next view -------------------------------------------------------------------------
 
-    def announce(self, last: View, progress: Progress) -> None:
+    def announce(self, last: ElasticView, progress: Progress) -> None:
         """Say that `last` has ended for this rank, and what it has.
 
-        The first of two writes is to be answered: who reaches the store through a network that is
-        cut in the other direction does not count as here, for nobody would meet it.
+        The first of two writes must be answered: a rank whose network is cut in the direction from
+        the store to it does not count as here, for it could not join the others.
         """
         self.store.set(f"{last.number + 1}/begun", b"")
         self.store.set(_here(last, self.me), _pack(progress))
 
     def agree(
-        self, last: View, unreached: Unreached, nudge: Callable[[], object] = lambda: None
-    ) -> View:
+        self, last: ElasticView, unreached: Unreached, nudge: Callable[[], object] = lambda: None
+    ) -> ElasticView:
         """Return the view after `last`, which has been announced to have ended.
 
         Args:
@@ -219,7 +219,7 @@ class Membership:
         self.me = self._new_self()  # left out: it was taken for dead, or came too late
         return self.enter()
 
-    def survivors(self, last: View) -> list[tuple[RankMember, Progress]]:
+    def survivors(self, last: ElasticView) -> list[tuple[RankMember, Progress]]:
         """Return the members of a view that has ended which are here, and what each has."""
         self._read_arrivals()
         living = [m for m in last.members if not self.has_ended(m)]
@@ -228,7 +228,7 @@ class Membership:
         values = self.store.multi_get([_here(last, m) for m in here]) if here else []
         return list(zip(here, map(_read_progress, values), strict=True))
 
-    def missing(self, last: View, unreached: Unreached) -> list[RankMember]:
+    def missing(self, last: ElasticView, unreached: Unreached) -> list[RankMember]:
         """Wait a moment; return the members that live and are not here."""
         awaited = [m for m in last.members if not self.has_ended(m)]
         try:
@@ -244,11 +244,11 @@ class Membership:
             and not (alive(m.process) is None and unreached(last.rank_of(m.token)))
         ]
 
-    def propose(self, view: View) -> None:
+    def propose(self, view: ElasticView) -> None:
         """Offer a view; the first that is offered counts."""
         self.store.compare_set(f"{view.number}/view", "", _pack(view))
 
-    def _view(self, number: int, look: timedelta) -> View | None:
+    def _view(self, number: int, look: timedelta) -> ElasticView | None:
         """Return a view, if there is one within a moment.
 
         Raises:
@@ -262,7 +262,7 @@ class Membership:
         view = _read_view(self.store.get(key))
         if view.failure:
             raise RendezvousError(
-                "the job cannot go on",
+                "the job cannot continue",
                 rank=self._rank,
                 seen=view.failure,
                 fix="Start more ranks, let the launcher replace those that end (--max-restarts), "
@@ -270,7 +270,7 @@ class Membership:
             )
         return view
 
-    def keys_of(self, view: View) -> GroupStore:
+    def keys_of(self, view: ElasticView) -> GroupStore:
         return GroupStore(self.store, view, self._timeout_s)
 
     # ---- who has ended -------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class Membership:
         return list(ranks)
 
 
-def _here(last: View, member: RankMember) -> str:
+def _here(last: ElasticView, member: RankMember) -> str:
     return f"{last.number + 1}/here/{member.token}"
 
 
@@ -306,12 +306,12 @@ class GroupStore(PrefixStore):
     """The keys in which a view's group is made; waiting in it ends when the view has failed.
 
     To make a group, ranks leave each other addresses in a store and wait for those of the others.
-    If a member ends before it has left its own, the others would wait for the whole timeout; if one
-    gives up, it leaves no more. So whoever waits looks now and then whether all members live, as
-    far as this host's kernel can tell, and whether one has announced that the view has ended.
+    If a member ends before it has left its own, the others would wait until the timeout; if one
+    gives up, it leaves no more. So a rank that waits looks now and then whether all members live,
+    as far as this host's kernel knows, and whether one has announced that the view has ended.
     """
 
-    def __init__(self, job: Store, view: View, timeout_s: float) -> None:
+    def __init__(self, job: Store, view: ElasticView, timeout_s: float) -> None:
         super().__init__(f"{view.number}/group", job)
         self._view, self._limit = view, timedelta(seconds=timeout_s)
 

@@ -6,24 +6,25 @@
 
 A rank whose peer is lost learns it from its next collective, wherever that is in `train`. The
 exception leaves `train`, and everything that belongs to the old group with it. Survivors then come
-to the next view, put back the step that stands, and call `train` anew, in the same process.
+to the next view, restore the last common step, and call `train` again, in the same process.
 
-What a peer's death explains is a failure like that: `PeerLost`, `Aborted`, `CommTimeout`,
+An error that a peer's death explains is such a failure: `PeerLost`, `Aborted`, `CommTimeout`,
 `StoreLost`, or an error that was raised because of one. Every other exception is the program's own:
-it ends this rank, whose peers see `PeerLost` and go on without it. An error that all ranks raise
+it ends this rank, whose peers see `PeerLost` and continue without it. An error that all ranks raise
 ends them one and all.
 
 At the end of `train` comes one more barrier. If a rank is lost before that, its peers go through
 the loop again: `train` finds that there is nothing left to do.
 
-**Between two steps** ranks tell each other in a commit's second phase (`dure.elastic.state`), one
+**Between two steps** ranks communicate in a commit's second phase (`dure.elastic.state`), one
 all_reduce of a few numbers of which the largest counts. So all learn after the same step, or none
-does, that newcomers wait (all leave `train` and make the group anew), that some rank was asked to
+does, that newcomers wait (all leave `train` and make a new group), that some rank was asked to
 end (all save together, then that rank leaves), or that they are not at the same commit, which is an
 error of the program. Rank 0 looks for newcomers on behalf of all, now and then.
 
-The store in which ranks agree is the launcher's, etcd, a file, or one that the caller gave. Where
-nobody else serves one, rank 0 does, and the job ends when that process dies: the store never moves.
+The store in which ranks agree is the launcher's, etcd, a file, or one that the caller gave. If
+no other process serves one, rank 0 does, and the job ends when that process dies: the store never
+moves.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from dure.comm.init import init_process_group, leave
 from dure.comm.ops import ReduceOp
 from dure.comm.world import World, current_world
 from dure.elastic import preempt
-from dure.elastic.membership import JobDone, Membership
+from dure.elastic.membership import JobDone, RankMembership
 from dure.elastic.state import Recovery, State
-from dure.elastic.views import View
+from dure.elastic.views import ElasticView
 from dure.errors import (
     Aborted,
     CommTimeout,
@@ -108,7 +109,7 @@ _log = logs.logger("elastic")
 
 
 class Regroup(BaseException):
-    """Leaves `train` between two steps, on all ranks alike.
+    """Leaves `train` between two steps, on all ranks.
 
     Not an `Exception`: programs that catch those around a step must not swallow it.
     """
@@ -130,7 +131,7 @@ class Options:
         backend: As `init_process_group`.
         store: A store that all ranks share, in place of the launcher's; then `rank` and
             `world_size` must be given.
-        rank: This process's number, where the environment does not tell it.
+        rank: This process's number, if it is not in the environment.
         world_size: How many ranks start.
     """
 
@@ -144,14 +145,14 @@ class Options:
 
 
 def run(train: Callable[[State], T], state: State, options: Options | None = None) -> T | None:
-    """Call `train(state)` in a group that is made anew when ranks are lost or come.
+    """Call `train(state)` in a group that is replaced when ranks are lost or come.
 
     Args:
         train: Makes what belongs to one group (`DistributedDataParallel`, loaders), trains from
             where `state` says, and calls `state.commit()` after each step. It is called again, in
             the same process, each time the group has changed; `state` is then as at the last
             commit.
-        state: What must not be lost.
+        state: The state that must not be lost.
         options: How the job behaves.
 
     Returns:
@@ -179,7 +180,7 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
         )
     line.send_elastic()
     with preempt.watching():  # unless this is a thread-rank, which cannot
-        session = _Session(train, state, options)
+        session = _ElasticRun(train, state, options)
         try:
             return session.run()
         except Preempted:
@@ -217,13 +218,13 @@ def _find_job(options: Options) -> _Job:
     return _Job(store, False, name, method.rank, method.world_size)
 
 
-class _Session(Generic[T]):
+class _ElasticRun(Generic[T]):
     def __init__(self, train: Callable[[State], T], state: State, options: Options) -> None:
         self._train, self._state, self._options = train, state, options
         self._earlier = _earlier.setdefault(current_world(), _Earlier())
         call, self._earlier.calls = self._earlier.calls, self._earlier.calls + 1
         self._job = _find_job(options)
-        self._membership = Membership(
+        self._membership = RankMembership(
             PrefixStore(f"dure/elastic/{self._job.name}/{call}", self._job.base),
             self._job.rank,
             self._earlier.members or self._job.world_size,
@@ -232,8 +233,8 @@ class _Session(Generic[T]):
             enough_s=options.enough_s,
             give_up=preempt.asked,
         )
-        self._view: View | None = None
-        self._stood: View | None = None  # the last one whose group was made
+        self._view: ElasticView | None = None
+        self._stood: ElasticView | None = None  # the last one whose group was made
         self._kept = state.part_names  # made before `train`, and so valid in any group
         self._futile = 0  # views since a loss, a newcomer or a complete commit
         self._next_look = time.monotonic() + _LOOK_S
@@ -270,7 +271,7 @@ class _Session(Generic[T]):
             if cause is None:
                 cause, self._failed_at = failure, time.monotonic()
 
-    def _next_view(self, failure: BaseException | None) -> View:
+    def _next_view(self, failure: BaseException | None) -> ElasticView:
         """Agree with the others on the first view, or on the one after a failure."""
         try:
             if self._view is None:
@@ -295,7 +296,7 @@ class _Session(Generic[T]):
 
     # ---- a view --------------------------------------------------------------------------------
 
-    def _begin(self, view: View, cause: BaseException | None) -> None:
+    def _begin(self, view: ElasticView, cause: BaseException | None) -> None:
         """Make the group of a view, and put the state in place."""
         state, last = self._state, self._stood
         agreed_at = time.monotonic()
@@ -325,7 +326,7 @@ class _Session(Generic[T]):
             self._report(last, view, cause, (agreed_at, made_at))
         self._stood = view
 
-    def _bring_state(self, view: View, me: int) -> None:
+    def _bring_state(self, view: ElasticView, me: int) -> None:
         """Send the state from the rank that has it to those that have not."""
         group = current_world().need_default()
         if me == view.source:
@@ -336,7 +337,11 @@ class _Session(Generic[T]):
             self._state.promote()
 
     def _report(
-        self, last: View, view: View, cause: BaseException | None, times: tuple[float, float]
+        self,
+        last: ElasticView,
+        view: ElasticView,
+        cause: BaseException | None,
+        times: tuple[float, float],
     ) -> None:
         agreed_at, made_at = times
         before, after = ({m.token for m in v.members} for v in (last, view))
@@ -390,7 +395,7 @@ class _Session(Generic[T]):
     # ---- between two steps ---------------------------------------------------------------------
 
     def _commit(self, step: int) -> None:
-        """Carry out the second phase of a commit, and heed what the ranks tell each other."""
+        """Carry out the second phase of a commit, and heed what the ranks have reported in it."""
         newcomers, asked = self._exchange(self._newcomers_wait(), preempt.asked(), step)
         self._state.promote()
         self._futile = 0
@@ -454,7 +459,7 @@ class _Session(Generic[T]):
 
 
 def _close_groups(abort: bool) -> None:
-    """Close all groups of the view; nobody will meet under its keys again."""
+    """Close all groups of the view; its keys are never used again."""
     world = current_world()
     if world.rendezvous is not None:
         world.rendezvous.forget()

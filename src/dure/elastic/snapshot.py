@@ -66,7 +66,7 @@ class Snapshot:
                 raise UsageError(
                     f"the state of {name!r} is divided among the ranks",
                     seen="what a rank alone holds is lost with it",
-                    fix="Use an optimizer whose state each rank holds whole.",
+                    fix="Use an optimizer whose full state each rank holds.",
                 )
             trees[name] = encode(state_of(name, part), name, tensors)
         for name, value in values.items():
@@ -162,7 +162,7 @@ def require_returnable(value: object, path: str) -> None:
         if value.is_leaf and value.requires_grad:
             raise UsageError(
                 f"the state's {path} is a tensor that is trained, not a value",
-                seen="an optimizer would go on with the old one after a failure",
+                seen="an optimizer would continue with the old one after a failure",
                 fix="Put it into a module (nn.Parameter, nn.ParameterDict) and that into the "
                 "state; or detach() it.",
             )

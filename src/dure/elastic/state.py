@@ -7,7 +7,7 @@ A commit has two phases, so that a death at any moment leaves a step that all su
    snapshot becomes the committed one, and the two change places for the next time.
 
 A rank that dies before (2) is complete leaves survivors of which all, or not all, have staged the
-step; `dure.elastic.views` tells which step stands in each case. The same all_reduce carries what
+step; `dure.elastic.views` says which step counts in each case. The same all_reduce carries what
 ranks must learn at one moment: that newcomers wait, and that the job is to end (`running`).
 """
 
@@ -35,8 +35,8 @@ class Recovery:
         epoch: Number of the new group.
         lost: How many ranks it has lost.
         joined: How many have come.
-        step: The commit after which it went on.
-        cause: What ended the old group.
+        step: The commit after which it continued.
+        cause: The reason for the old group's end.
         agreement_s: Until the ranks agreed on the new group.
         group_s: Until it was made.
         state_s: Until all had the state.
@@ -53,7 +53,7 @@ class Recovery:
 
     @property
     def total_s(self) -> float:
-        """From the failure's coming up to the program's going on."""
+        """From the failure until the program continued."""
         return self.agreement_s + self.group_s + self.state_s
 
 
@@ -67,7 +67,7 @@ class State:
         state = dure.elastic.State(model=model, optimizer=optimizer, epoch=0)
         state.epoch += 1
 
-    A part that belongs to one group (a loader of this rank's share, say) is made in `train`, anew
+    A part that belongs to one group (a loader of this rank's share, say) is made in `train`, again
     for each group: on being assigned it takes over the state that was committed under its name. A
     module in a wrapper (`DistributedDataParallel`) is kept without it.
 
@@ -134,8 +134,8 @@ class State:
     def commit(self, every: int = 1) -> bool:
         """Make what is now the state to which ranks return after a failure.
 
-        Between two commits ranks also learn here, all at the same step, that newcomers wait (the
-        group is made anew, and `train` is called again), and that the job is to end
+        Between two commits ranks also learn here, all at the same step, that newcomers wait (a
+        new group is made, and `train` is called again), and that the job is to end
         (`dure.elastic.on_preempt`).
 
         Args:
@@ -148,7 +148,7 @@ class State:
         Raises:
             UsageError: Something in the state cannot be copied.
             Desync: The ranks are not at the same step.
-            CommError: A rank is lost; let it leave `train`, and `run` goes on with the others.
+            CommError: A rank is lost; let it leave `train`, and `run` continues with the others.
 
         Collective:
             All ranks call, each after the same step.
@@ -168,7 +168,7 @@ class State:
         return True
 
     def restore(self) -> None:
-        """Put everything back to the last commit, in the objects that are there.
+        """Put everything back to the last commit, in the same objects.
 
         Raises:
             UsageError: Nothing has been committed yet.
@@ -216,11 +216,11 @@ class State:
 
     @property
     def staged(self) -> Snapshot:
-        """Where what is received goes, until it is whole."""
+        """The snapshot that receives, until it is complete."""
         return self._staged
 
     def attach(self, agree: Callable[[int], None] | None) -> None:
-        """Let `agree(step)` carry out the second phase of a commit; None: nobody has to agree."""
+        """Let `agree(step)` carry out the second phase of a commit; None: no rank has to agree."""
         self._agree = agree
 
     def detach_parts(self, names: set[str]) -> None:
@@ -246,7 +246,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _rejoin(part: Any) -> None:
-    """Let a sampler or loader take this rank's share in the group that is there now."""
+    """Let a sampler or loader take this rank's share in the present group."""
     rejoin = getattr(cast(object, part), "rejoin", None)
     if callable(rejoin):
         rejoin()

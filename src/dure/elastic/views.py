@@ -12,7 +12,7 @@ staged the step. So of ranks that are left:
   staged take it from there;
 - if none has committed s, but all have staged it, it stands as well: perhaps a rank that died had
   committed it;
-- otherwise somebody has not even staged s, and s - 1, which all have, stands.
+- otherwise some rank has not even staged s, and s - 1, which all have, stands.
 
 So a step that any rank ever saw committed is never lost, and at most one step is done again.
 Newcomers have nothing, and get the step from the first member that has it.
@@ -28,7 +28,7 @@ import msgspec
 
 from dure.store.identity import Identity
 
-__all__ = ["Progress", "RankMember", "View", "next_view"]
+__all__ = ["ElasticView", "Progress", "RankMember", "next_view"]
 
 
 class RankMember(msgspec.Struct, array_like=True, frozen=True):
@@ -53,16 +53,16 @@ class Progress(msgspec.Struct, array_like=True, frozen=True):
         return step >= 0 and step in (self.committed, self.staged)
 
 
-class View(msgspec.Struct, array_like=True, frozen=True):
+class ElasticView(msgspec.Struct, array_like=True, frozen=True):
     """A group's members and state.
 
     Attributes:
         number: Its number.
-        members: Who is in it; a member's place is its rank.
-        step: The step after which it goes on.
-        source: The rank that has the state; -1: nobody has, each begins with what it made.
+        members: In the order of their ranks.
+        step: The step after which it continues.
+        source: The rank that has the state; -1: none has, each begins with its own.
         behind: The ranks that get the state from there.
-        known: Tokens of all who ever were members: who comes back comes under a new one.
+        known: Tokens of all former and present members: one that comes back has a new one.
         failure: Why there can be no such group, if that is so.
     """
 
@@ -80,11 +80,11 @@ class View(msgspec.Struct, array_like=True, frozen=True):
 
 
 def next_view(
-    last: View | None,
+    last: ElasticView | None,
     survivors: Sequence[tuple[RankMember, Progress]],
     newcomers: Sequence[RankMember],
     min_ranks: int = 1,
-) -> View:
+) -> ElasticView:
     """Return the view that follows.
 
     Args:
@@ -100,12 +100,12 @@ def next_view(
     members = (*(member for member, _ in survivors), *newcomers)
     if len(members) < min_ranks:
         seen = f"{len(members)} ranks are left, and at least {min_ranks} are wanted"
-        return View(number=number, members=members, known=known, failure=seen)
+        return ElasticView(number=number, members=members, known=known, failure=seen)
     step = _standing([progress for _, progress in survivors])
     haves = [progress.has(step) for _, progress in survivors] + [False] * len(newcomers)
     source = haves.index(True) if True in haves else -1
     behind = tuple(r for r, has in enumerate(haves) if not has) if source >= 0 else ()
-    return View(
+    return ElasticView(
         number=number,
         members=members,
         step=max(step, 0),
@@ -116,7 +116,7 @@ def next_view(
 
 
 def _standing(all_progress: Sequence[Progress]) -> int:
-    """Return the step that stands (see the module's text); -1 if nobody has any."""
+    """Return the step that stands (see the module's text); -1 if no rank has any."""
     committed = max((progress.committed for progress in all_progress), default=-1)
     if all_progress and all(progress.staged == committed + 1 for progress in all_progress):
         return committed + 1

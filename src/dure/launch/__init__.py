@@ -7,7 +7,7 @@
 
 Where to read: `job` and `launcher` (start to result), `local` (one host), `agent` (several hosts),
 `clusters` (how `dure run` is started on them), `round` (one start of all ranks), `supervisor` (when
-and how to end them), `ranks` (a rank's process), `show` (what users see).
+and how to end them), `ranks` (a rank's process), `show` (the output that users see).
 """
 
 from typing import TYPE_CHECKING
@@ -17,11 +17,11 @@ from dure.launch.job import run_job
 from dure.launch.spec import (
     Crash,
     Exit,
-    Frame,
     JobResult,
     JobSpec,
     Line,
     RankResult,
+    StackFrame,
     Std,
     StreamChoice,
 )
@@ -30,11 +30,11 @@ from dure.torch_names import lazy_names
 __all__ = [
     "Crash",
     "Exit",
-    "Frame",
     "JobResult",
     "JobSpec",
     "Line",
     "RankResult",
+    "StackFrame",
     "Std",
     "StreamChoice",
     "run_job",

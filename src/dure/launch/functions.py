@@ -5,11 +5,11 @@ a program of `dure run` gets; only the program is missing. There are two ways:
 
 - *fork*: the rank is a copy of this process. It starts at once and has all that the notebook has.
 - *spawn*: the rank is a new interpreter (with torch imported once for all, where this process has
-  it), and gets the function by cloudpickle: what `__main__` defines goes by value, what modules
-  define by name. It gets this process's `sys.path` before that. The rank's `__main__` has the
+  it), and gets the function by cloudpickle: definitions of `__main__` go by value, those of modules
+  by name. It gets this process's `sys.path` before that. The rank's `__main__` has the
   definitions that came by value, so that pickle finds them by name there.
 
-A fork copies one thread and all memory. Locks that other threads hold stay shut for ever, a CUDA
+A fork copies one thread and all memory. Locks that other threads hold are never released, a CUDA
 context does not survive, and autograd refuses to run in a copy of a process where it has run. So a
 fork is chosen only if neither CUDA nor autograd has been used here, and no library has threads of
 its own (those that are known to do no harm in a copy, which never uses them, are ZeroMQ's and
@@ -34,7 +34,7 @@ from functools import partial
 from multiprocessing import current_process
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, Literal  # Any: what the user's function takes and returns
+from typing import Any, BinaryIO, Literal  # Any: arguments and results of the user's function
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
@@ -60,12 +60,12 @@ def spawn(
 ) -> list[Any]:
     """Call a function on several ranks, and return what each rank of this host returned.
 
-    Made for notebooks; it works wherever `run_job` does, on the main thread. What ranks print is
+    Made for notebooks; it works wherever `run_job` does, on the main thread. The output of ranks is
     printed here, with the rank in front. The function makes its process group as a program does:
     `dure.init_process_group()` needs no arguments.
 
     Args:
-        fn: What each rank calls. A spawned rank gets it by cloudpickle.
+        fn: The function that each rank calls. A spawned rank gets it by cloudpickle.
         nproc: How many ranks, on this host.
         args: Its arguments, the same for all ranks.
         start: "fork" or "spawn"; None: fork where that is safe (neither CUDA nor autograd was used,

@@ -28,7 +28,7 @@ class HealthServer:
 
     Attributes:
         running: Whether a round runs.
-        hang: What watches the round for a hang, if anything does.
+        hang: The check of the round for a hang, if there is one.
 
     Raises:
         OSError: The port is taken.

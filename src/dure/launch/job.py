@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run_job"]
 
-_OURS_ALONE = 0o700  # programs print what not everybody may read
+_OURS_ALONE = 0o700  # logs may have secrets
 
 
 def run_job(spec: JobSpec) -> JobResult:
@@ -30,7 +30,8 @@ def run_job(spec: JobSpec) -> JobResult:
     If a rank fails, all others are ended with everything they started, and all start again while
     restarts are left (but see `JobSpec.keep_going` and `elastic`). SIGINT, SIGTERM and SIGHUP end
     the job as well, if this is called on the main thread. When it returns, or raises, no process of
-    the job is left on this host. A job on several hosts (`JobSpec.endpoint`) ends alike on all.
+    the job is left on this host. A job on several hosts (`JobSpec.endpoint`) ends on all of them,
+    for the same reason.
 
     Args:
         spec: What to start.
@@ -45,8 +46,8 @@ def run_job(spec: JobSpec) -> JobResult:
             the job's other hosts cannot be found.
 
     Threads: one job at a time in a process, for signals and orphans are the process's.
-    Cost: a fresh interpreter a rank (some 30 ms of processor time each, and what it imports); with
-    a zygote, one import for all of them, and some 20 ms a rank.
+    Cost: a fresh interpreter per rank (some 30 ms of processor time, and its imports); with a
+    zygote, one import for all of them, and some 20 ms per rank.
     """
     check_program(spec)
     started = time.monotonic()
@@ -60,7 +61,9 @@ def run_job(spec: JobSpec) -> JobResult:
             caught_signals(spec.signals) as signals,  # from now on they wait in a pipe
             zygote_for(spec, name, threads_for(spec), notes.append) as zygote,
         ):
-            from dure.launch.launcher import launch  # lazy: the zygote imports meanwhile
+            from dure.launch.launcher import (
+                launch,  # lazy: at the same time as the zygote's imports
+            )
 
             return launch(spec, name, notes, zygote, signals, started)
     except StoreError as error:  # it says itself what to do

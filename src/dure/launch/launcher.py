@@ -1,7 +1,7 @@
 """The launcher's part of a job: its key, reaper, terminal and probes, its rounds, and its result.
 
-All that a job holds lies in pipes, anonymous memory and the launcher's own store, so that nothing
-remains on disk whatever ends the launcher. The loop itself is in `dure.launch.round`.
+All of a job is in pipes, anonymous memory and the launcher's own store, so nothing remains on
+disk, even if the launcher is killed. The loop itself is in `dure.launch.round`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["launch"]
 _LAST_WORDS_S = 0.3  # how long an interrupted job waits for who reads its output
 _TERMINATION_LOG = Path("/dev/termination-log")  # which Kubernetes makes in each container
 _KEY_FD = 64
-"""The lowest number for the key: what a zygote imports may have opened those below."""
+"""The lowest number for the key: imports of a zygote may have opened those below."""
 
 
 def launch(
@@ -62,7 +62,7 @@ def launch(
         spec: The job.
         name: Its name in the environment of its processes.
         notes: Lines to show first.
-        zygote: What ranks are forked from, if it is of use.
+        zygote: The process that ranks are forked from, if it is of use.
         signals: The pipe in which signals to this process arrive.
         started: When the job began.
     """
@@ -190,9 +190,9 @@ def _link(spec: JobSpec, signals: int, say: Callable[[str], None], reaper: Reape
 
     assert spec.endpoint is not None
     if spec.rdzv_backend == "etcd":
-        from dure.launch.agent.etcd import EtcdEndpoint  # lazy: few jobs use it, it brings ssl
+        from dure.launch.agent.etcd import EtcdJobEndpoint  # lazy: few jobs use it, it brings ssl
 
-        endpoint: HostEndpoint | EtcdEndpoint = EtcdEndpoint(spec)
+        endpoint: HostEndpoint | EtcdJobEndpoint = EtcdJobEndpoint(spec)
     else:
         host = spec.endpoint.rpartition(":")[0].strip("[]")
         key = JobKey(spec.key) if spec.key is not None else load_for(host, SHARED_HOME_S)

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dure.launch.agent.events import Outcome
+from dure.launch.agent.events import JobOutcome
 from dure.launch.backoff import SHORT_ROUND_S, restart_delay
 from dure.launch.ranks.environment import MASTER_ADDR, Round
 from dure.launch.ranks.ports import reserve_port
@@ -30,7 +30,7 @@ from dure.launch.round import RoundRun, Workplace
 from dure.launch.show.summary import summary
 from dure.launch.signals import first_of
 from dure.launch.spec import HANG, JobResult, RankResult
-from dure.launch.supervisor import Measure, Phase, Policy
+from dure.launch.supervisor import Measure, Policy, RoundPhase
 from dure.store.address import resolve
 from dure.store.key import JobKey, mint
 from dure.store.listener import listen
@@ -43,12 +43,12 @@ class LocalJob:
     """Runs a job whose ranks are all on this host.
 
     Args:
-        place: What its rounds share.
+        place: Shared by its rounds.
 
     Attributes:
         interrupted_by: The signal that asked the launcher to end, if one did.
         outlived: Processes that ranks left behind and the launcher ended, by number.
-        ranks: What became of the ranks in the last round.
+        ranks: The results of the ranks in the last round.
         node: This host's number: 0.
     """
 
@@ -64,7 +64,7 @@ class LocalJob:
         self._restarts = 0
         self._elastic = _ElasticRound(0)
 
-    def work(self) -> Outcome:
+    def work(self) -> JobOutcome:
         """Run the job until it is over."""
         spec = self._place.spec
         key = mint() if spec.key is None else JobKey(spec.key)
@@ -76,7 +76,7 @@ class LocalJob:
         finally:
             server.stop()
 
-    def _rounds(self, store: str) -> Outcome:
+    def _rounds(self, store: str) -> JobOutcome:
         number = short_rounds = 0
         while True:
             began = time.monotonic()
@@ -93,7 +93,7 @@ class LocalJob:
             self.ranks = ()
             self._pause(delay_s)
             if self.interrupted_by is not None:
-                return Outcome(code=128 + self.interrupted_by)
+                return JobOutcome(code=128 + self.interrupted_by)
 
     @contextlib.contextmanager
     def _round(self, number: int, store: str) -> Iterator[RoundRun]:
@@ -139,14 +139,14 @@ class LocalJob:
     def _may_restart(self) -> bool:
         return self.interrupted_by is None and self._restarts < self._place.spec.max_restarts
 
-    def _outcome(self, failure: RankResult | None) -> Outcome:
+    def _outcome(self, failure: RankResult | None) -> JobOutcome:
         interrupted = self.interrupted_by
         if interrupted is not None and (failure is None or self._holds):
-            return Outcome(code=128 + interrupted, ranks=self.ranks)
+            return JobOutcome(code=128 + interrupted, ranks=self.ranks)
         if failure is None or self._elastic.succeeded:
-            return Outcome(code=0, failure=failure, ranks=self.ranks)
+            return JobOutcome(code=0, failure=failure, ranks=self.ranks)
         code = failure.status or 1
-        return Outcome(code=code, failure=failure, ranks=self.ranks, limit=self._limit())
+        return JobOutcome(code=code, failure=failure, ranks=self.ranks, limit=self._limit())
 
     def _limit(self) -> str:
         """Say which limit of the user's lets the job fail."""
@@ -186,7 +186,7 @@ class LocalJob:
     def _attend(self, run: RoundRun, now: float) -> list[Measure]:
         """Replace ranks that have died while restarts are left; stop if too few live."""
         supervisor, elastic = run.supervisor, self._elastic
-        if supervisor.phase is not Phase.RUNNING:
+        if supervisor.phase is not RoundPhase.RUNNING:
             return []
         for local in sorted(supervisor.exits.keys() - elastic.gone):
             if supervisor.succeeded(local):

@@ -2,7 +2,7 @@
 
 One thread, one selector. It waits for any of: output and reports of the ranks (pipes), their ends
 (pidfds), signals to the launcher (a pipe), a terminal that can take more, news of other hosts, and
-the next deadline. What happens is reported to the supervisor (`dure.launch.supervisor`), and the
+the next deadline. Each event is reported to the supervisor (`dure.launch.supervisor`), and the
 measures that it returns are carried out. A round ends when its ranks do, when one fails, or when
 its caller says so: the job on one host (`dure.launch.local`) or the agent (`dure.launch.agent`).
 """
@@ -37,8 +37,8 @@ from dure.launch.supervisor import (
     AskStacks,
     Kill,
     Measure,
-    Phase,
     Policy,
+    RoundPhase,
     Signal,
     Supervisor,
     Timing,
@@ -65,14 +65,14 @@ class Workplace:
 
     Args:
         spec: The job.
-        address: What its processes inherit.
+        address: The job's identity, which its processes inherit.
         host: This host's name.
         terminal: Where output goes.
         signals: The pipe in which signals to the launcher arrive.
-        zygote: What ranks are forked from, if anything.
-        reaper: What ends the ranks if the launcher cannot, if anything.
+        zygote: The process that ranks are forked from, if there is one.
+        reaper: The process that ends the ranks if the launcher cannot, if there is one.
         since: When the job began (`ranks.processes.now`).
-        health: What answers probes, if anything does.
+        health: The server of probes, if there is one.
     """
 
     spec: JobSpec
@@ -87,10 +87,10 @@ class Workplace:
 
 
 class RoundRun:
-    """A round that runs here; call `close` in the end, whatever happens.
+    """A round that runs here; call `close` in the end, also after an error.
 
     Args:
-        place: What it shares with other rounds.
+        place: Shared with other rounds.
         layout: Which hosts and ranks take part.
         policy: Which ends of ranks end it.
     """
@@ -185,7 +185,7 @@ class RoundRun:
         if news >= 0:
             self._selector.register(news, selectors.EVENT_READ, lambda: None)
         self._processes = self._all_processes()
-        while self.supervisor.phase is not Phase.DONE:
+        while self.supervisor.phase is not RoundPhase.DONE:
             self._step(attend, look_at())
         for fd in list(self._pipes):
             self._drain(fd)
@@ -194,7 +194,7 @@ class RoundRun:
         """Kill what is left, and release everything; safe after any error."""
         if self._place.health is not None:
             self._place.health.running = False
-        if self.supervisor.phase is not Phase.DONE:
+        if self.supervisor.phase is not RoundPhase.DONE:
             self._all_processes().kill_all()
         for rank in (*self.ranks, *self._retired):
             rank.release()
@@ -287,7 +287,7 @@ class RoundRun:
         """Wait for something to happen, and deal with it."""
         self._watch_terminal()
         hang_at = None if self.hang is None else self.hang.wake_at
-        running = self.supervisor.phase is Phase.RUNNING
+        running = self.supervisor.phase is RoundPhase.RUNNING
         reap_at = self._reap_at if running else None
         times = (self.supervisor.wake_at, self._terminal.wake_at, look_at, hang_at, reap_at)
         wakes = [t for t in times if t is not None]
@@ -302,7 +302,7 @@ class RoundRun:
         self._do(self.supervisor.tick(now))
         self._look_for_hang(now)
         self._reap(now)
-        if attend is not None and self.supervisor.phase is not Phase.DONE:
+        if attend is not None and self.supervisor.phase is not RoundPhase.DONE:
             self._do(attend(now))
 
     def _reap(self, now: float) -> None:
@@ -310,7 +310,7 @@ class RoundRun:
 
         Process 1 of a container reaps those of all programs.
         """
-        if now >= self._reap_at and self.supervisor.phase is Phase.RUNNING:
+        if now >= self._reap_at and self.supervisor.phase is RoundPhase.RUNNING:
             self._processes.others()
             if os.getpid() == 1:
                 own = (*self.ranks, *self._retired, self._place.zygote, self._place.reaper)
@@ -322,7 +322,7 @@ class RoundRun:
         alive = self.supervisor.alive
         if self.hang is None or not alive:
             return
-        if self.supervisor.phase is not Phase.RUNNING:
+        if self.supervisor.phase is not RoundPhase.RUNNING:
             self.hang = None
             return
         last = {rank: self.reports[rank].last for rank in alive}
@@ -408,7 +408,11 @@ class RoundRun:
 
     def _reported(self, rank: int, data: bytes) -> None:
         report = self.reports[rank]
-        had_crash, had_stack, signs = report.crash is not None, report.told, report.signs_of_work
+        had_crash, had_stack, signs = (
+            report.crash is not None,
+            report.answered,
+            report.signs_of_work,
+        )
         report.feed(data)
         if report.signs_of_work > signs:
             self._active()
@@ -416,7 +420,7 @@ class RoundRun:
         now = time.monotonic()
         crash = None if had_crash else report.crash
         self._terminal.reported(self.ranks[rank].rank, crash, report.step)
-        if report.told and not had_stack:
+        if report.answered and not had_stack:
             self._do(self.supervisor.explained(rank, now))
         if crash is not None:
             self._do(self.supervisor.crashed(rank, now))
@@ -444,7 +448,7 @@ class RoundRun:
                     self.ranks[rank].signal(number)
 
     def _stop_and_continue(self) -> None:
-        """Stop the job and this launcher (Ctrl-Z); go on when the shell continues the launcher.
+        """Stop the job and this launcher (Ctrl-Z); continue when the shell continues the launcher.
 
         The ranks get SIGSTOP, for the kernel ignores SIGTSTP to sessions without a terminal.
         """

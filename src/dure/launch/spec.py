@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Crash",
     "Exit",
-    "Frame",
     "JobResult",
     "JobSpec",
     "Kind",
@@ -32,6 +31,7 @@ __all__ = [
     "Numa",
     "ProcessFailure",
     "RankResult",
+    "StackFrame",
     "Std",
     "Stream",
     "StreamChoice",
@@ -86,11 +86,12 @@ class JobSpec:
 
     Args:
         program: A Python file, a module's name or a program, as `kind` says.
-        args: What the program finds in `sys.argv[1:]`.
+        args: The program's arguments, `sys.argv[1:]`.
         kind: "script" is `python FILE`, "module" is `python -m NAME`, "executable" any program.
         nproc: How many ranks to start, on this host.
         env: Variables for the ranks, over those of this process; None removes one.
-        call: What ranks call in place of the program, as forks of this process (`dure.spawn`).
+        call: The function that ranks call in place of a program, as forks of this process
+            (`dure.spawn`).
         kept_fds: The descriptors that ranks keep of this process, with `call`.
         key: The job's key; without one, one is minted for this job alone.
         log_dir: Where to keep each rank's output as it came, besides showing it.
@@ -98,10 +99,10 @@ class JobSpec:
             second to fail because of it, and to write theirs, before they are ended.
         on_line: Gets each line in place of the terminal. It runs on the thread of `run_job`, and
             the ranks' output waits for it.
-        stdin: "rank0": rank 0 reads this process's standard input; "none": nobody does.
+        stdin: "rank0": rank 0 reads this process's standard input; "none": no rank does.
         grace_s: Seconds from asking the ranks to end until they are killed; by default 5 after a
             failure and 0.6 after Ctrl-C or SIGTERM.
-        keep_going: A rank that fails does not end the job; the others may go on without it
+        keep_going: A rank that fails does not end the job; the others may continue without it
             (`dure.shrink`). The job succeeds if one of them does.
         quiet: Say nothing of the launcher's own: no hints, no summary of a failure.
         nnodes: How many hosts, at least and at most.
@@ -110,8 +111,8 @@ class JobSpec:
         local_addr: The address by which other hosts reach this one; None: found.
         serves: Whether this host holds the job's store; None: if the endpoint is one of its
             addresses, or it is number 0.
-        master_addr: What the ranks of a job on one host find as MASTER_ADDR; None: 127.0.0.1.
-        master_port: What the ranks find as MASTER_PORT; None: a free port.
+        master_addr: MASTER_ADDR of the ranks of a job on one host; None: 127.0.0.1.
+        master_port: MASTER_PORT of the ranks; None: a free port.
         run_id: The job's name, the same on every host; None: one is made up.
         rdzv_backend: Where the job's state is: "c10d" and "static", in the store of one of the
             hosts; "etcd", in the etcd servers that `endpoint` names (HOST:PORT,...), which needs a
@@ -122,7 +123,7 @@ class JobSpec:
         oversubscribe: Do not warn if memory is not likely to hold the ranks.
         join_timeout_s: How long to wait for the least number of hosts.
         last_call_s: How long to wait then for more, up to the most.
-        max_restarts: How often the program may be started again, in the whole job.
+        max_restarts: How often the program may be started again, counted over all hosts.
         longest_restart_delay_s: When rounds fail within 10 seconds of their start, wait before the
             next one: 0, 1, 2, 4, ... seconds, but no longer than this.
         hang_timeout_s: If no rank writes a line, reports a step or finishes an operation for so
@@ -138,7 +139,7 @@ class JobSpec:
         min_ranks: An elastic job ends when fewer ranks than these live.
         zygote: Whether ranks are forked from a process that has imported torch.
         preload: Modules that process imports besides.
-        role: What the ranks find as ROLE_NAME.
+        role: ROLE_NAME of the ranks.
         redirects: Streams that go to files instead of the terminal.
         tee: Streams that go to files and to the terminal.
         local_ranks_filter: The local ranks whose output is shown; None: all.
@@ -150,11 +151,11 @@ class JobSpec:
         virtual_local_rank: Each rank sees one GPU, as its device 0, and has LOCAL_RANK 0.
         signals: Signals to the launcher that end the job.
         prefix: Prefix of each line.
-        fold: Show lines that several ranks write alike once.
+        fold: Show equal lines of several ranks once.
         timestamps: Put the time of day before each line.
         log_max_bytes: Start another file when a log file has this size; None: no limit.
         log_keep: How many of the earlier files of each log to keep.
-        watcher: Is told of the ranks and what they write, beside the terminal.
+        watcher: Gets the ranks' ends, reports and output, too.
     """
 
     program: str
@@ -232,7 +233,7 @@ class JobSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class StackFrame:
     """One level of a Python stack."""
 
     file: str
@@ -287,8 +288,8 @@ class RankResult:
 
     `ended_by_launcher` says that it was still running when the job had to end. `stack` is where
     its main thread was at the moment of the first failure, innermost frame first; `last` describes
-    the last operation of its process groups at that moment, `progress` the last step it told of;
-    `finished` says that its program had come to its end.
+    the last operation of its process groups at that moment, `progress` the last step that it
+    reported; `finished` says that its program had come to its end.
     """
 
     rank: int
@@ -297,7 +298,7 @@ class RankResult:
     exit: Exit
     ended_by_launcher: bool = False
     crash: Crash | None = None
-    stack: tuple[Frame, ...] = ()
+    stack: tuple[StackFrame, ...] = ()
     last: str = ""
     progress: str = ""
     finished: bool = False

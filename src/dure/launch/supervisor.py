@@ -10,7 +10,7 @@ returns (*measures*). The supervisor knows only ranks, exit statuses and the tim
        ├──stop, SIGTERM,... that ranks catch─▶ SAVING─┤                          │
        └──SIGINT──▶ INTERRUPTING ─────────────────────┘      a second request ───┘
 
-What ends a round is its `Policy`. On one host the first failure does (FAIL_FAST), and the
+A round's `Policy` says what ends it. On one host the first failure does (FAIL_FAST), and the
 supervisor acts at once. On several hosts a failure is only noted (REPORT): the job's state decides
 for all hosts, and `stop` carries the decision out. Ranks of an elastic job may be replaced (HOLD),
 so neither failures nor successes end the round, only `stop`.
@@ -41,8 +41,8 @@ __all__ = [
     "AskStacks",
     "Kill",
     "Measure",
-    "Phase",
     "Policy",
+    "RoundPhase",
     "Signal",
     "Supervisor",
     "Sweep",
@@ -66,7 +66,7 @@ class Policy(Enum):
     HOLD = "none: ranks may be replaced until `stop`"
 
 
-class Phase(Enum):
+class RoundPhase(Enum):
     """Where a job is on its way to the end."""
 
     RUNNING = "ranks run, or ended well"
@@ -160,7 +160,7 @@ class Supervisor:
     """
 
     def __init__(self, nproc: int, timing: Timing, policy: Policy = Policy.FAIL_FAST) -> None:
-        self.phase = Phase.RUNNING
+        self.phase = RoundPhase.RUNNING
         self.first_failure: int | None = None
         self.interrupted_by: int | None = None
         self.hung_ranks: set[int] = set()
@@ -194,7 +194,7 @@ class Supervisor:
 
     def hung(self, rank: int, now: float) -> list[Measure]:
         """All ranks have been idle for too long, and probably wait for `rank`."""
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not RoundPhase.RUNNING:
             return []
         self.hung_ranks.add(rank)
         if self._policy is Policy.HOLD:  # the others may continue without it
@@ -206,13 +206,13 @@ class Supervisor:
         """A rank has ended."""
         self.exits[rank] = status
         self._silent.discard(rank)
-        if self.phase is Phase.RUNNING:
+        if self.phase is RoundPhase.RUNNING:
             if not self.succeeded(rank):
                 return self._failed(rank, now)
             if self._all_succeeded and self._policy is not Policy.HOLD:
                 return self._leave(now)
             return []
-        if self.phase is Phase.EXPLAINING:
+        if self.phase is RoundPhase.EXPLAINING:
             return self._end_if_explained(now)
         if self.alive:
             return []
@@ -240,7 +240,7 @@ class Supervisor:
         `explain`: ask the ranks first where they are. `saving`: they have handlers for SIGTERM, and
         time to save.
         """
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not RoundPhase.RUNNING:
             return []
         if not self.alive:
             failed = explain and self._policy is not Policy.HOLD
@@ -248,7 +248,7 @@ class Supervisor:
         if saving:
             return self._save(now, signal.SIGTERM)
         if explain:
-            self.phase = Phase.EXPLAINING
+            self.phase = RoundPhase.EXPLAINING
             self._silent = set(self.alive) - self._crashed.keys()
             leaving = self._crashed.keys() & set(self.alive)
             explain_s = self._timing.crash_s if leaving else self._timing.stacks_s
@@ -260,19 +260,19 @@ class Supervisor:
     def fence(self, now: float) -> list[Measure]:
         """Kill everything at once: this host may have been given up by the others."""
         self.fenced = True
-        return [] if self.phase in (Phase.KILLING, Phase.DONE) else self._kill(now)
+        return [] if self.phase in (RoundPhase.KILLING, RoundPhase.DONE) else self._kill(now)
 
     def explained(self, rank: int, now: float) -> list[Measure]:
         """A rank has answered with its stack."""
         self._silent.discard(rank)
-        return self._end_if_explained(now) if self.phase is Phase.EXPLAINING else []
+        return self._end_if_explained(now) if self.phase is RoundPhase.EXPLAINING else []
 
     def interrupted(self, number: int, now: float, *, caught: bool = False) -> list[Measure]:
         """The launcher was sent a signal: the first request is polite, the second kills.
 
         `caught`: a rank has a handler for it.
         """
-        if self.phase is Phase.DONE:
+        if self.phase is RoundPhase.DONE:
             return []
         if self.interrupted_by is not None:
             return self._kill(now) if now >= self._one_request_until else []
@@ -283,20 +283,20 @@ class Supervisor:
             return self._save(now, number)
         if number != signal.SIGINT or not self.alive:
             return self._end(now, self._timing.interrupt_grace_s)
-        self.phase = Phase.INTERRUPTING
+        self.phase = RoundPhase.INTERRUPTING
         self._deadline = now + self._timing.interrupt_grace_s / 2
         return [AskStacks(self.alive), Signal(signal.SIGINT, everything=False)]
 
     def swept(self, others: int, now: float) -> list[Measure]:
         """So many processes are left besides the ranks."""
-        if self.alive or self.phase is Phase.RUNNING:
+        if self.alive or self.phase is RoundPhase.RUNNING:
             return []
         if others == 0:
-            self.phase = Phase.DONE
+            self.phase = RoundPhase.DONE
             self._deadline = self._sweep_at = None
             return []
         self._sweep_at = now + self._timing.sweep_s
-        if self.phase in (Phase.EXPLAINING, Phase.INTERRUPTING, Phase.SAVING):
+        if self.phase in (RoundPhase.EXPLAINING, RoundPhase.INTERRUPTING, RoundPhase.SAVING):
             return self._end(now, self._grace)
         return []
 
@@ -307,7 +307,7 @@ class Supervisor:
         if self._sweep_at is not None and now >= self._sweep_at:
             self._sweep_at = None
             again: list[Measure] = [Sweep()]
-            if self.phase is Phase.KILLING:
+            if self.phase is RoundPhase.KILLING:
                 self._sweep_at = now + self._timing.sweep_s
                 again.insert(0, Signal(signal.SIGKILL, everything=True))
             return again
@@ -318,7 +318,7 @@ class Supervisor:
 
     def _overdue(self) -> dict[int, float]:
         """Return when to kill each rank that has crashed and does not exit, while others work."""
-        if self.phase is not Phase.RUNNING or self._policy is not Policy.HOLD:
+        if self.phase is not RoundPhase.RUNNING or self._policy is not Policy.HOLD:
             return {}
         held_s = self._timing.held_crash_s
         return {r: at + held_s for r, at in self._crashed.items() if r not in self.exits}
@@ -329,19 +329,19 @@ class Supervisor:
         return timing.grace_s if self.interrupted_by is None else timing.interrupt_grace_s
 
     def _deadline_passed(self, now: float) -> list[Measure]:
-        if self.phase in (Phase.EXPLAINING, Phase.LEAVING):
+        if self.phase in (RoundPhase.EXPLAINING, RoundPhase.LEAVING):
             return self._end(now, self._grace)
-        if self.phase is Phase.INTERRUPTING:
+        if self.phase is RoundPhase.INTERRUPTING:
             return self._end(now, self._grace / 2)
-        if self.phase in (Phase.SAVING, Phase.ENDING):
+        if self.phase in (RoundPhase.SAVING, RoundPhase.ENDING):
             return self._kill(now)
-        self.phase = Phase.DONE  # SIGKILL did not help: nothing else would
+        self.phase = RoundPhase.DONE  # SIGKILL did not help: nothing else would
         self._deadline = self._sweep_at = None
         return []
 
     def _failed(self, rank: int, now: float) -> list[Measure]:
         """Note the first failure; end the round if one is enough."""
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not RoundPhase.RUNNING:
             return []
         if self.first_failure is None:
             self.first_failure = rank
@@ -362,25 +362,25 @@ class Supervisor:
 
     def _save(self, now: float, number: int) -> list[Measure]:
         self._mark_survivors()
-        self.phase = Phase.SAVING
+        self.phase = RoundPhase.SAVING
         self._deadline = now + self._timing.saving_s
         return [Signal(number, everything=False)]
 
     def _leave(self, now: float) -> list[Measure]:
-        self.phase = Phase.LEAVING
+        self.phase = RoundPhase.LEAVING
         self._deadline = now + self._timing.leave_s
         return [Sweep()]
 
     def _end(self, now: float, grace_s: float) -> list[Measure]:
         self._mark_survivors()
-        self.phase = Phase.ENDING
+        self.phase = RoundPhase.ENDING
         self._deadline = now + grace_s
         asked: list[Measure] = [Signal(signal.SIGTERM, everything=True)]
         return asked if self.alive else [*asked, Sweep()]
 
     def _kill(self, now: float) -> list[Measure]:
         self._mark_survivors()
-        self.phase = Phase.KILLING
+        self.phase = RoundPhase.KILLING
         self._deadline = now + self._timing.give_up_s
         self._sweep_at = now + self._timing.sweep_s
         return [Signal(signal.SIGKILL, everything=True)]

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal  # Any: what the user's function takes and returns
+from typing import Any, Literal  # Any: arguments and results of the user's function
 
 from dure.errors import UsageError
 from dure.launch.functions import results_of_ranks

@@ -3,8 +3,8 @@
 Slurm, the launchers of MPI, Kubernetes and torchrun set the same few values in variables of their
 own: the number of processes and which one this is, or the number of hosts and which one this is,
 and the name of the first host. `detect` reads them all into one value, a `Placement`. It is a pure
-function of the variables passed in, and total: what it cannot understand becomes a note, not an
-error.
+function of the variables passed in, and never fails: values that it cannot understand become notes,
+not errors.
 
 Internal: names here may change in any release, except for `actor_variables`.
 """

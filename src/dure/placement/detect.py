@@ -42,8 +42,8 @@ def detect(environ: Mapping[str, str]) -> Placement:
         environ: The variables. Nothing else is looked at.
 
     Returns:
-        What they say; `System.NOBODY` where they say nothing. Never raises: what is malformed is
-        passed over, with a note.
+        What they say; `System.NONE` if they say nothing. Never raises: malformed values are
+        skipped, with a note.
     """
     notes: list[str] = []
     for read in _READERS:
@@ -53,14 +53,14 @@ def detect(environ: Mapping[str, str]) -> Placement:
         if found is not None:
             found = _with_address(found, reader)
             return replace(found, notes=tuple(notes))
-    return Placement(system=System.NOBODY, notes=tuple(notes))
+    return Placement(system=System.NONE, notes=tuple(notes))
 
 
 def _with_address(found: Placement, reader: Reader) -> Placement:
     """Put in what MASTER_ADDR and MASTER_PORT say.
 
     Without them it is the first host, and a port that follows from the job's name, unless a
-    launcher numbered the processes: it says where they meet, or nobody does.
+    launcher numbered the processes: only that launcher can say where they meet.
     """
     if found.member is not None or found.slot is not None:
         if found.host is None and found.hosts:
@@ -131,7 +131,7 @@ _READERS: tuple[Callable[[Reader], Placement | None], ...] = (
 
 
 def derived_port(job: str) -> int:
-    """Return the port that all hosts of the job called `job` compute alike.
+    """Return the port that all hosts of the job called `job` compute.
 
     It lies under the ports that Linux gives to outgoing connections (32768 and up) and above those
     of well-known services. Two jobs on one host may get the same port, or it may be in use: then

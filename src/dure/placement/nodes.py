@@ -60,7 +60,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """Return the numbers of "4(x2),1", here 4, 4 and 1: one a host.
+    """Return the numbers of "4(x2),1", here 4, 4 and 1: one per host.
 
     Raises:
         ValueError: The list is malformed, or means more than 100,000 numbers.

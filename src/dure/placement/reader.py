@@ -53,8 +53,8 @@ class Reader:
         return None
 
     def number(self, *names: str) -> int | None:
-        """Return the first of `names` that is a whole number, 0 or more."""
-        return self._parsed(_whole, "a whole number", *names)
+        """Return the first of `names` that is an integer from 0 up."""
+        return self._parsed(_natural, "an integer from 0 up", *names)
 
     def count(self, *names: str) -> int | None:
         """Return the first of `names` that is a count as torchrun writes it.
@@ -94,10 +94,10 @@ def _count(text: str) -> int:
     if text.isalpha():
         return 0
     least, colon, most = text.partition(":")
-    return max(_whole(least), _whole(most)) if colon else _whole(least)
+    return max(_natural(least), _natural(most)) if colon else _natural(least)
 
 
-def _whole(text: str) -> int:
+def _natural(text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or int(text) > _LARGEST:
         raise ValueError(text)
     return int(text)

@@ -1,4 +1,4 @@
-"""The values of a detection: what started this process, and which part of a job it is.
+"""The values of a detection: the system that started this process, and its part of a job.
 
 One environment can be read in two ways. Under `srun --ntasks-per-node=1` a training program has a
 *rank slot*: rank r of n. A `dure run` in its place has a *node slot*: host h of n, on which it will
@@ -32,7 +32,7 @@ class System(enum.StrEnum):
     SLURM = "Slurm"
     PYTORCHJOB = "PyTorchJob"
     KUBERNETES = "Kubernetes"
-    NOBODY = "nobody"
+    NONE = "nobody"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +71,16 @@ class Placement:
     """What an environment says.
 
     Attributes:
-        system: Who started this process, the innermost where several did.
+        system: The system that started this process, the innermost of several.
         member: This process as a rank, if it can be one.
         slot: This host's place, if a launcher can take it.
-        job: What tells this job from others of its system, the same on all hosts; None: nothing.
+        job: Identifies this job among others of its system, the same on all hosts; None: nothing
+            does.
         host: The host of rank 0, as its cluster names it.
         port: A port for the job's store on that host.
         port_derived: `port` was computed from `job`, so it may be in use: look near it, too.
         hosts: All hosts in order, where they are known.
-        notes: What does not fit together, and what to do about it.
+        notes: Values that contradict each other, and how to mend that.
         unclear: RANK and WORLD_SIZE may count hosts or processes, and nothing says which.
     """
 

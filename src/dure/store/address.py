@@ -3,7 +3,7 @@
 A store listens on one address: a loopback one for a job of one host, and for several hosts that of
 the interface through which they reach each other (MASTER_ADDR, or `DURE_STORE_BIND`). A wildcard
 address (0.0.0.0, ::, *, and all their spellings) would open the door to every network that this
-host is on, and tells the other hosts nothing. It is refused, wherever it is written, unless
+host is on, and is of no use to other hosts. It is refused, wherever it is written, unless
 `DURE_STORE_BIND_ANY=1` allows it, as for a container that must not know its address.
 
 In Kubernetes a pod's name is known once the pod has an address, and pods start in any order: the
@@ -75,7 +75,7 @@ class Address:
 
 
 def resolve(host: str, port: int, purpose: str = "the store's host name") -> Address:
-    """Look `host` up; of several addresses the first IPv4 one is taken, on every rank alike.
+    """Look `host` up; of several addresses every rank takes the first IPv4 one.
 
     Raises:
         StoreError: The name is unknown here, or a wildcard, or an address of one link alone
@@ -176,7 +176,7 @@ def is_loopback_name(host: str, address: Address) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Tell whether `host` stands for all addresses of a machine, however that is spelled."""
+    """Return whether `host` means all addresses of a machine, in any spelling."""
     if host in ("", "*"):
         return True
     try:
@@ -188,7 +188,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def check_not_wildcard(ip: str, purpose: str) -> None:
-    """Refuse an address that stands for all of a machine's, unless the user has allowed that.
+    """Refuse an address that means all of a machine's, unless the user has allowed that.
 
     Raises:
         StoreError: It does. The text names what to write instead.
@@ -233,7 +233,7 @@ def await_name(
         host: A name or an address.
         limit_s: How long, at most; see `patience_for_names`.
         say: Called once, with a line for the user, if it takes long.
-        pause: Waits some seconds; what it raises ends the waiting.
+        pause: Waits some seconds; an error of it ends the waiting.
     """
     start, said = time.monotonic(), False
     while not _is_known(host) and (waited_s := time.monotonic() - start) < limit_s:
@@ -244,7 +244,7 @@ def await_name(
 
 
 def _is_known(host: str) -> bool:
-    """Tell whether `host` has an address; what is no name at all counts as known."""
+    """Return whether `host` has an address; a text that cannot be a name counts as known."""
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror:
@@ -286,7 +286,7 @@ def is_refused(endpoint: str, limit_s: float = 1.0) -> bool:
 
 
 _NO_WAY = {errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}
-"""Errors that tell of the network; others may tell of this process, as too many open files do."""
+"""Errors of the network; others may be this process's, as too many open files."""
 
 
 def why_unreachable(endpoint: str) -> str:

@@ -79,7 +79,7 @@ def integer_of(value: object, op: str, what: str = "amount") -> int:
 
 
 def duration_of(timeout: object, op: str) -> timedelta:
-    """Return a timeout as a `timedelta`, at most a century, which stands for infinity, too."""
+    """Return a timeout as a `timedelta`, at most a century, which also replaces infinity."""
     if isinstance(timeout, timedelta):
         return max(-_CENTURY, min(timeout, _CENTURY))
     if isinstance(timeout, int | float) and not (isinstance(timeout, bool) or isnan(timeout)):

@@ -11,7 +11,7 @@ from datetime import timedelta
 from dure.errors import StoreError, StoreTimeout
 from dure.store.arguments import duration_of, integer_of, keys_of, pairs_of
 from dure.store.base import Store
-from dure.store.wire import LONGEST_TIMEOUT_S, WRITES, Op, Reply, Request, encode
+from dure.store.wire import LONGEST_TIMEOUT_S, WRITES, Op, Reply, StoreRequest, encode
 
 __all__ = ["AskingStore"]
 
@@ -77,7 +77,7 @@ class AskingStore(Store):
         patience_s = self._timeout.total_seconds() if timeout is None else parked_s
         once = secrets.token_bytes(8) if op in WRITES else b""
         start = time.monotonic()
-        request = Request(
+        request = StoreRequest(
             op,
             asked,
             given,
@@ -107,7 +107,7 @@ class AskingStore(Store):
         """What to call this store in a message."""
 
     @abstractmethod
-    def _answered(self, request: Request, patience_s: float) -> Reply | None:
+    def _answered(self, request: StoreRequest, patience_s: float) -> Reply | None:
         """Return the answer to a request; None if there was none for a bit more than `patience_s`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The key-value store: what ranks use to find each other, and nothing faster."""
+"""The key-value store, with which ranks find each other; it is not made for speed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete_key(self, key: str) -> bool:
-        """Remove `key`; tell whether it was there."""
+        """Remove `key`; return whether it existed."""
 
     @abstractmethod
     def num_keys(self) -> int:

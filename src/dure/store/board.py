@@ -2,8 +2,8 @@
 
 A `get` or `wait` for a missing key is parked. A request that changes a key returns, with
 its own reply, the replies of all requests that waited for it, so no client polls. A client has at
-most one parked request, which is forgotten when the client leaves: what waits here is bounded by
-the number of connections.
+most one parked request, which is forgotten when the client leaves, so the number of
+parked requests is bounded by that of connections.
 
 A client whose connection broke cannot know whether its last write was done. It asks again, under
 the same name (`once`), and gets the reply of the first time: of each client the last reply is kept,
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from dure.errors import StoreError
 from dure.store.builds import own_build
 from dure.store.identity import host_name
-from dure.store.wire import MAX_VALUE_BYTES, Reply, Request
+from dure.store.wire import MAX_VALUE_BYTES, Reply, StoreRequest
 
 __all__ = ["Answer", "Board"]
 
@@ -32,7 +32,7 @@ _KEPT = 1024
 
 @dataclass(slots=True)
 class _Parked:
-    request: Request
+    request: StoreRequest
     due: float
 
 
@@ -54,7 +54,7 @@ class Board:
         self._last: dict[bytes, bytes] = {}  # the name of each client's last write
         self._left: deque[bytes] = deque()
 
-    def handle(self, client: bytes, request: Request, now: float) -> list[Answer]:
+    def handle(self, client: bytes, request: StoreRequest, now: float) -> list[Answer]:
         """Carry out `request`; return every reply that is due because of it.
 
         Raises:
@@ -101,10 +101,10 @@ class Board:
         """Return when `expire` is next needed."""
         return min((parked.due for parked in self._parked.values()), default=None)
 
-    def _missing(self, request: Request) -> tuple[str, ...]:
+    def _missing(self, request: StoreRequest) -> tuple[str, ...]:
         return tuple(key for key in request.keys if key not in self.data)
 
-    def _wait(self, client: bytes, request: Request, now: float) -> list[Answer]:
+    def _wait(self, client: bytes, request: StoreRequest, now: float) -> list[Answer]:
         """Answer at once what can be answered, and park the rest."""
         if not self._missing(request):
             return [(client, self._found(request))]
@@ -115,15 +115,15 @@ class Board:
             self._waiting.setdefault(key, {})[client] = None
         return []
 
-    def _found(self, request: Request) -> Reply:
+    def _found(self, request: StoreRequest) -> Reply:
         if request.op == "wait":
             return _OK
         return Reply("ok", values=tuple(self.data[key] for key in request.keys))
 
-    def _too_late(self, request: Request) -> Reply:
+    def _too_late(self, request: StoreRequest) -> Reply:
         return Reply("timeout", names=self._missing(request))
 
-    def _carry_out(self, request: Request) -> Reply:
+    def _carry_out(self, request: StoreRequest) -> Reply:
         """Do what needs no waiting."""
         keys, values = request.keys, request.values
         match request.op:
@@ -198,7 +198,7 @@ class Board:
                 del self._waiting[key]
 
 
-def _malformed(request: Request) -> StoreError:
+def _malformed(request: StoreRequest) -> StoreError:
     seen = f"{len(request.keys)} keys and {len(request.values)} values"
     return StoreError("a store request is malformed", op=request.op, seen=seen)
 
@@ -210,7 +210,7 @@ def _added(key: str, current: bytes, amount: int) -> int:
         raise StoreError(
             f"cannot add to the key {key!r}",
             op="add",
-            seen=f"its value {current[:40]!r} is not a whole number",
+            seen=f"its value {current[:40]!r} is not an integer",
             fix="Use `add` only on keys that `add` made, or that hold decimal text.",
         ) from None
     if not -(1 << 63) <= total < 1 << 63:

@@ -19,7 +19,7 @@ from dure.store.address import why_unreachable
 from dure.store.builds import Build
 from dure.store.key import JobKey
 from dure.store.monitored import MonitoredSocket
-from dure.store.wire import FRAME_LIMIT, Request, frames_of, pack, read_reply
+from dure.store.wire import FRAME_LIMIT, StoreRequest, frames_of, pack, read_reply
 
 __all__ = ["Connection", "connection_lost", "dial"]
 
@@ -34,7 +34,7 @@ _REFUSALS = 4
 """How often we are refused before we believe it: a server that ends hangs up just as one with
 another key does."""
 
-_HELLO = pack(Request("check"))
+_HELLO = pack(StoreRequest("check"))
 """The first request of every connection, so that the server soon knows its members. Its
 answer has the server's build; every version sends both in the same shape."""
 

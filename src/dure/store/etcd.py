@@ -7,8 +7,8 @@ A write whose answer was lost is settled, never guessed. Each writer, that is, e
 use, has a key of its own below ``/dure/JOB/writers/``. Every transaction expects in it the nonce of
 the writer's last one, and puts there a new nonce and whether the transaction's own conditions held.
 After an answer that did not come, the same transaction is sent again. Either it is the first to
-arrive: then the lost one will never be carried out, for what it expects is no more. Or the lost
-one's nonce is there, and with it what became of it. So `add` never counts twice.
+arrive: then the lost one will never be carried out, for its condition no longer holds. Or the
+writer's key has the lost one's nonce, and the outcome with it. So `add` never counts twice.
 
 A watch without an event is opened again at the next member after `QUIET_S`: the first may be cut
 off from its cluster.
@@ -32,9 +32,9 @@ from dure.store.board import Board
 from dure.store.etcd_gateway import (
     ANSWER_S,
     EtcdOptions,
+    EtcdWatch,
     Gateway,
     Unanswered,
-    Watch,
 )
 from dure.store.etcd_requests import (
     Json,
@@ -48,7 +48,7 @@ from dure.store.etcd_requests import (
     put,
     range_below,
 )
-from dure.store.wire import Reply, Request
+from dure.store.wire import Reply, StoreRequest
 
 __all__ = ["MAX_ETCD_BYTES", "EtcdStore"]
 
@@ -84,7 +84,8 @@ class EtcdStore(AskingStore):
         UsageError: A value is longer than 1 MiB.
 
     Threads: any number may use one store. A forked child may use it too.
-    Cost: a round trip and, for a write, a majority's disk, so 1 to 10 ms a call. Where n ranks add
+    Cost: a round trip and, for a write, a majority's disk, so 1 to 10 ms per call. Where n ranks
+        add
     to one key at once, the last one needs up to n round trips.
     """
 
@@ -131,7 +132,7 @@ class EtcdStore(AskingStore):
     def _named(self) -> str:
         return str(self._gateway)
 
-    def _answered(self, request: Request, patience_s: float) -> Reply | None:
+    def _answered(self, request: StoreRequest, patience_s: float) -> Reply | None:
         keys = request.keys
         match request.op:
             case "get" | "wait":
@@ -184,10 +185,10 @@ class EtcdStore(AskingStore):
         """Begin without connections: at first, and in a forked child, whose parent's they are."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._idle: list[_Writer] = []
+        self._idle: list[_TransactionWriter] = []
 
     @contextlib.contextmanager
-    def _writer(self) -> Generator[_Writer]:
+    def _writer(self) -> Generator[_TransactionWriter]:
         """Yield a writer for this thread alone; one that failed is thrown away."""
         if self._pid != os.getpid():
             self._start_afresh()
@@ -196,7 +197,9 @@ class EtcdStore(AskingStore):
                 raise StoreError(f"the store in {self._gateway} was closed by this process")
             writer = self._idle.pop() if self._idle else None
         if writer is None:
-            writer = _Writer(self._gateway, f"{self._root}writers/{secrets.token_hex(8)}")
+            writer = _TransactionWriter(
+                self._gateway, f"{self._root}writers/{secrets.token_hex(8)}"
+            )
         timeout_s = self._timeout.total_seconds()
         writer.patience_s = min(timeout_s, _LOST_S) if self._met else timeout_s
         began = time.monotonic()
@@ -257,7 +260,7 @@ class EtcdStore(AskingStore):
                 found |= keys_below(self._keys, part["response_range"])
         return revision, found
 
-    def _change(self, request: Request) -> Reply:
+    def _change(self, request: StoreRequest) -> Reply:
         """Put in place what a board makes of a key's value."""
         key, crowd_s = request.keys[0], _CROWD_S
         while True:
@@ -276,8 +279,8 @@ class EtcdStore(AskingStore):
             time.sleep(random.uniform(0, crowd_s))  # others want the same key
             crowd_s = min(2 * crowd_s, _MOST_CROWD_S)
 
-    def _await(self, request: Request) -> Reply:
-        """Return the values of keys when all are there, or which are not in time."""
+    def _await(self, request: StoreRequest) -> Reply:
+        """Return the values of keys when all exist; after the timeout, the missing ones' names."""
         keys, deadline = request.keys, time.monotonic() + request.timeout_s
         while True:
             revision, found = self._read(keys)
@@ -293,14 +296,14 @@ class EtcdStore(AskingStore):
 
         May return early; the caller reads the state again, which raises if etcd is lost.
         """
-        watch = Watch(self._gateway, where, since)
+        watch = EtcdWatch(self._gateway, where, since)
         watch.await_change(since, deadline - time.monotonic())
         if watch.has_ended:
             time.sleep(_PAUSE_S)  # a cluster without a leader refuses watches at once
         watch.close()
 
 
-class _Writer:
+class _TransactionWriter:
     """A connection, and the key that holds the outcome of this writer's last transaction.
 
     Attributes:
@@ -330,7 +333,7 @@ class _Writer:
                 time.sleep(random.uniform(0, _PAUSE_S))
 
     def commit(self, compares: list[Json], steps: list[Json]) -> bool:
-        """Carry out a transaction, once; tell whether all compares held, so that it was done.
+        """Carry out a transaction, once; return whether its conditions held, so that it was done.
 
         Raises:
             Unanswered: It may have been done or not.

@@ -30,9 +30,9 @@ from dure.store.key import read_key_file
 __all__ = [
     "ANSWER_S",
     "EtcdOptions",
+    "EtcdWatch",
     "Gateway",
     "Unanswered",
-    "Watch",
     "parsed",
 ]
 
@@ -156,9 +156,9 @@ class Gateway:
     def __str__(self) -> str:
         return f"etcd at {','.join(self.options.endpoints)}"
 
-    def connection(self) -> Connection:
+    def connection(self) -> EtcdConnection:
         """Return a connection for one thread at a time; it opens when it is used."""
-        return Connection(self)
+        return EtcdConnection(self)
 
     def open(self, number: int) -> http.client.HTTPConnection:
         """Return a connection to the member `number`, modulo how many there are."""
@@ -172,7 +172,7 @@ class Gateway:
         token = {"Authorization": self.token} if self.token else {}
         return {"Grpc-Metadata-hasleader": "true", "Content-Type": "application/json"} | token
 
-    def authenticate(self, connection: Connection, stale: str) -> None:
+    def authenticate(self, connection: EtcdConnection, stale: str) -> None:
         """Get a token in place of `stale`, unless another thread has done so.
 
         Raises:
@@ -208,7 +208,7 @@ class Gateway:
         return context
 
 
-class Watch:
+class EtcdWatch:
     """A watch whose events a thread reads, so that waiting for one can end at any time.
 
     Args:
@@ -259,7 +259,7 @@ class Watch:
                 self._changed.notify_all()
 
 
-class Connection:
+class EtcdConnection:
     """An HTTP connection to one member, opened again, to the next one, when it fails.
 
     Threads: one at a time.

@@ -35,7 +35,7 @@ from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.board import Board
 from dure.store.builds import SAME_BUILD
 from dure.store.identity import Identity, alive, myself
-from dure.store.wire import WRITES, Reply, Request
+from dure.store.wire import WRITES, Reply, StoreRequest
 
 __all__ = ["FileStore"]
 
@@ -49,7 +49,7 @@ _ME = b"this process"
 class _Line(msgspec.Struct, array_like=True, frozen=True):
     """One line of the file: a write, or the opening or closing of the store by a process."""
 
-    write: Request | None = None
+    write: StoreRequest | None = None
     process: Identity | None = None
     closes: bool = False
 
@@ -62,7 +62,7 @@ class FileStore(AskingStore):
     """A store in a file that all ranks can open, on one host or on a shared file system with locks.
 
     Args:
-        file_name: The file; it is made if it is not there. Its directory must exist.
+        file_name: The file; it is made if absent. Its directory must exist.
         world_size: How many stores will open the file: the last of them to close deletes it.
             -1: the file stays.
         timeout: How long `get`, `wait` and getting the lock wait.
@@ -171,7 +171,7 @@ class FileStore(AskingStore):
     def _named(self) -> str:
         return f"the store in {self.path}"
 
-    def _answered(self, request: Request, patience_s: float) -> Reply | None:
+    def _answered(self, request: StoreRequest, patience_s: float) -> Reply | None:
         deadline, pause_s = time.monotonic() + request.timeout_s, _FIRST_PAUSE_S
         at_once = msgspec.structs.replace(request, timeout_s=0.0)
         while True:
@@ -183,7 +183,7 @@ class FileStore(AskingStore):
             time.sleep(min(pause_s, left_s))
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
-    def _handle(self, request: Request) -> Reply:
+    def _handle(self, request: StoreRequest) -> Reply:
         if self._closed:
             raise StoreError(f"{self._named} was closed by this process")
         if request.op in WRITES:
@@ -324,7 +324,7 @@ class _Log:
         return not is_public or {file.st_uid, os.lstat(self.path).st_uid} <= {os.geteuid(), 0}
 
     def _lock(self, deadline: float) -> bool:
-        """Get the lock; tell whether the file is still at its path.
+        """Get the lock; return whether the file is still at its path.
 
         Raises:
             StoreError: It is not, or lines are missing, and it was used before.

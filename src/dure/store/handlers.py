@@ -23,7 +23,7 @@ def register_rendezvous_handler(scheme: str, handler: Callable[..., Found]) -> N
     """Let `init_method="SCHEME://..."` call a function.
 
     Args:
-        scheme: What comes before `://`; not one of `env`, `tcp`, `file`, `etcd`.
+        scheme: The part before `://`; not one of `env`, `tcp`, `file`, `etcd`.
         handler: Called with the URL, in whose query are the rank and the world size if they are
             known, and the timeout as a keyword argument; yields (store, rank, world size).
 

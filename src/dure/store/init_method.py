@@ -1,7 +1,7 @@
 """What an `init_method` and the environment say: where the store is, and which rank this is.
 
-`env://` reads torch's variables. What they leave open is taken from the cluster around this process
-if there is one; an error names what is then still missing. The store is then at one of
+`env://` reads torch's variables. Missing ones are taken from the cluster around this process
+if there is one; an error names those that are missing there, too. The store is then at one of
 
 * `TcpEndpoint`: a host and a port. Rank 0 serves, unless the launcher does already.
 * `LocalEndpoint`: an abstract Unix socket of this host, so that there is no port to choose.
@@ -18,7 +18,7 @@ MASTER_PORT, or at DURE_STORE_PORT.
 **In a cluster** it is the same: a Unix socket on one host, and on several the port after one that
 all derive from the job's name, on the cluster's first host. The key is derived from that name, too:
 another job's ranks are refused. MPICH gives a job no name; its processes have one ancestor that no
-other job has, whose number and start stand for the name.
+other job has, whose number and start replace the name.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class TcpEndpoint:
     """A host and a port.
 
     Attributes:
-        name: What sets the keys of this job apart from other jobs'.
+        name: The prefix of this job's keys.
         hosted: Another process than rank 0, the launcher, serves there.
         purpose: What to call the host's name if it cannot be resolved.
         key: The job's, where the ranks have it from each other; None: it is found (store/key.py).
         server: Where rank 0 serves already.
-        job: What sets this job apart from others that would meet here; "": its address does.
+        job: Identifies this job among others that would meet here; "": its address does.
         other: Another host of the job: the interface that leads there is meant where a host's own
             name means loopback, as Debian's /etc/hosts has it.
     """
@@ -115,7 +115,7 @@ class TcpEndpoint:
                 server = serve(address, lambda port: key)
             except StoreError:
                 # If another rank 0 serves there, all ranks learn from the rendezvous that two have
-                # this number, whoever came first.
+                # this number, in either order.
                 with contextlib.suppress(StoreError):
                     limit = timedelta(seconds=timeout_s)
                     return NetworkStore(address.endpoint, key, limit, patience_s=_TAKEN_S)
@@ -202,7 +202,7 @@ def read_init_method(init_method: str | None, rank: int, world_size: int) -> Ini
         rank = env.parse_integer(query.get("rank", "-1")) if rank < 0 else rank
         size = env.parse_integer(query.get("world_size", "-1")) if world_size < 0 else world_size
     except ValueError:
-        raise _malformed(url, "holds something that is not a whole number") from None
+        raise _malformed(url, "holds something that is not an integer") from None
     if parts.scheme == "env":
         return _from_environment(rank, size)
     if parts.scheme == "tcp":
@@ -245,7 +245,7 @@ def _host_and_port(url: str) -> tuple[str, int]:
 
 
 def _from_environment(rank: int, world_size: int) -> InitMethod:
-    """Read torch's variables; what they and the arguments leave open, the cluster's."""
+    """Read torch's variables, and the cluster's for those that neither they nor arguments give."""
     launcher = env.text("DURE_STORE_ADDR")
     needed = [name for name, given in (("RANK", rank), ("WORLD_SIZE", world_size)) if given == -1]
     needed += [] if launcher else ["MASTER_ADDR", "MASTER_PORT"]

@@ -54,7 +54,7 @@ def first_address() -> str | None:
 
 def _addresses() -> dict[str, list[str]]:
     """Return the addresses of each interface, IPv4 first, and those of a link alone last."""
-    import psutil  # lazy: only where somebody chooses an interface
+    import psutil  # lazy: only if an interface is chosen
 
     found: dict[str, list[str]] = {}
     for name, addresses in psutil.net_if_addrs().items():

@@ -9,7 +9,7 @@ Where it comes from, the first that applies (`load_for`):
 3. For programs started by hand, a key derived from the user's own, `~/.config/dure/key`, and the
    job's name: the scheduler's job, step and restart, else MASTER_ADDR:PORT. So what leaks opens one
    job, or the jobs of one address. The process on whose host the store lives makes the user's key
-   on first use; a process that must reach another host only uses one that is there already, for a
+   on first use; a process that must reach another host only uses an existing one, for a
    key made here could not match the one made there.
 
 From the one key both ends of the connection derive the CURVE key pairs of the server and of the
@@ -18,8 +18,8 @@ from the secret one. The client knows the server's public key and the server adm
 public key, so each proves to the other that it holds the job key, and neither ever sends it.
 
 A key is as safe as its file, so owner and mode are checked before a key is used: through the open
-descriptor, so that the file cannot be exchanged between the check and the reading. Whatever the
-path leads through, the file must belong to this user or root, and be closed to all others.
+descriptor, so that the file cannot be exchanged between the check and the reading. Also behind
+symbolic links, the file must belong to this user or root, and be closed to all others.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 def _refuse_to_travel(self: object, protocol: object = None) -> NoReturn:
     raise StoreError(
-        f"a {type(self).__name__} is not pickled: what is pickled ends up in files and messages",
+        f"a {type(self).__name__} is not pickled: pickles end up in files and messages",
         fix="Hand the key on as `dure run` does: by descriptor, or as the path of a key file.",
     )
 
@@ -119,7 +119,7 @@ class JobKey:
 
     @property
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits that tell two keys apart and give nothing away."""
+        """Eight hexadecimal digits that differ for different keys and reveal nothing of them."""
         return self.derive("fingerprint").hex()[:8]
 
     def derive(self, purpose: str) -> bytes:
@@ -150,7 +150,7 @@ def control_key(user: JobKey, endpoint: str, job: str) -> JobKey:
 
     Args:
         user: The key that the user gave them all.
-        endpoint: Where they meet, as written on every host alike.
+        endpoint: Where they meet, in the spelling that all hosts use.
         job: The job's name (`--rdzv-id`).
     """
     return JobKey(user.derive(f"control {endpoint} {job}"))
@@ -159,7 +159,7 @@ def control_key(user: JobKey, endpoint: str, job: str) -> JobKey:
 def name_of(host: str, port: int) -> str:
     """Name a job that has no name: after the address at which its ranks meet, as written.
 
-    All ranks must write it alike; only the names of the loopback address are one.
+    All ranks must use the same spelling; only names of the loopback address are equal.
     """
     near = host == "::1" or host.startswith("127.")
     return f"{'localhost' if near else host.lower()}:{port}"
@@ -310,8 +310,8 @@ def _check_file(path: Path, info: os.stat_result) -> None:
 def _make(path: Path) -> JobKey:
     """Make the user's key file; of several ranks that try at once, all return the same key.
 
-    It is written to a file of its own and then linked into place: a link either appears whole or,
-    if another process was first, fails.
+    It is written to a file of its own and then linked into place: a link either appears, with
+    the complete file, or fails if another process was first.
     """
     draft = path.with_name(f".key-{os.getpid()}-{secrets.token_hex(4)}")
     try:

@@ -1,7 +1,7 @@
 """What has to happen when a process ends, wherever that process came from.
 
 `atexit` does not run in the children of multiprocessing, where most ranks live; the finalizers of
-multiprocessing run there and in ordinary processes alike. A forked child begins without the
+multiprocessing run there and in ordinary processes. A forked child begins without the
 parent's finalizers, so they are registered again in every child.
 """
 

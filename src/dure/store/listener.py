@@ -32,7 +32,7 @@ def listen(address: Address) -> Listener:
     """Bind a TCP socket; port 0 picks a free one.
 
     Raises:
-        StoreError: The port is taken, the address is not one of this machine's, or it stands for
+        StoreError: The port is taken, the address is not one of this machine's, or it means
             all of them, and `DURE_STORE_BIND_ANY` is not set.
     """
     check_not_wildcard(address.ip, "the store's address")

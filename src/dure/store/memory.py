@@ -11,7 +11,7 @@ from datetime import timedelta
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.board import Board
-from dure.store.wire import Reply, Request
+from dure.store.wire import Reply, StoreRequest
 
 __all__ = ["HashStore"]
 
@@ -39,7 +39,7 @@ class HashStore(AskingStore):
     def _named(self) -> str:
         return "the in-process store"
 
-    def _answered(self, request: Request, patience_s: float) -> Reply | None:
+    def _answered(self, request: StoreRequest, patience_s: float) -> Reply | None:
         """Each request counts as a client; waiting threads also handle the board's deadlines."""
         me = b"%d" % next(self._numbers)
         with self._changed:

@@ -37,7 +37,7 @@ from dure.store.key import JobKey, load_for, name_of
 from dure.store.listener import listen
 from dure.store.server import StoreServer, shared_server
 from dure.store.silence import silence_s
-from dure.store.wire import Reply, Request, pack, read_reply
+from dure.store.wire import Reply, StoreRequest, pack, read_reply
 from dure.trace import logs
 
 __all__ = ["NetworkStore", "TCPStore"]
@@ -211,7 +211,7 @@ class NetworkStore(AskingStore):
         build = f", which is of another build of Dure ({self._other_build})"
         return f"the store at {self._endpoint}{build if self._other_build else ''}"
 
-    def _answered(self, request: Request, patience_s: float) -> Reply | None:
+    def _answered(self, request: StoreRequest, patience_s: float) -> Reply | None:
         try:
             frame = pack(request)
         except OverflowError as error:
@@ -222,16 +222,16 @@ class NetworkStore(AskingStore):
         try:
             while True:
                 connection = self._take(patience_s)
-                whole = False
+                complete = False
                 try:
                     answer = connection.call(frame, deadline)
-                    whole = answer is not None
+                    complete = answer is not None
                     return read_reply(answer) if answer is not None else None
                 except StoreLost:  # the next connection shows whether the server is lost
                     if time.monotonic() >= deadline:
                         raise
                 finally:
-                    if whole:
+                    if complete:
                         self._put_back(connection)
                     else:  # its reply may still come, and would be taken for the next one's
                         connection.close()

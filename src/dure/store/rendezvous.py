@@ -314,7 +314,7 @@ def _translated(error: StoreError, me: RendezvousMember) -> RendezvousError:
     return _error(me, error.what, **details)
 
 
-class _Outcome(msgspec.Struct, array_like=True, frozen=True):
+class _RendezvousOutcome(msgspec.Struct, array_like=True, frozen=True):
     """How a rendezvous ended, for all its ranks; `what` is empty if they met.
 
     Every version reads it, so fields are only appended.
@@ -338,7 +338,7 @@ class _Outcome(msgspec.Struct, array_like=True, frozen=True):
 
 _pack = msgspec.msgpack.encode
 _read_member = msgspec.msgpack.Decoder(RendezvousMember).decode
-_read_outcome = msgspec.msgpack.Decoder(_Outcome).decode
+_read_outcome = msgspec.msgpack.Decoder(_RendezvousOutcome).decode
 
 
 def _join(
@@ -352,7 +352,7 @@ def _join(
     generation = keys.add(f"next/{me.rank}", 0)
 
     def leave() -> None:
-        """Let this rank go on to the next generation when it joins again."""
+        """Let this rank join the next generation when it joins again."""
         with contextlib.suppress(StoreError):
             keys.set(f"next/{me.rank}", str(generation + 1))
 
@@ -391,14 +391,15 @@ def _check_serves(keys: Store, me: RendezvousMember, generation: int, base: Stor
     """Refuse to begin, on all ranks, in a store that a process of another job serves.
 
     That process has left its own rendezvous, or this rank could not have claimed its number. A
-    process whose rendezvous failed serves a little longer; what began in its store would end then.
+    process whose rendezvous failed serves a little longer; a job that began in its store would end
+    with it.
     """
     if isinstance(base, NetworkStore) and not base.serves:
         what = "the port of rank 0 is taken by the store of another job"
         fix = "End that job's processes and start again, or choose another MASTER_PORT."
         before = [member for member in _came(keys, generation - 1) if member.rank == 0]
         seen = base.endpoint + (f", by {listed(before)}" if before else "")
-        taken = _Outcome(what, seen, fix)
+        taken = _RendezvousOutcome(what, seen, fix)
         _agree(keys, generation, taken)
         taken.raise_for(me)
 
@@ -414,7 +415,7 @@ def _gather(
         found.raise_for(me)  # the others have met without this rank
     arrived = keys.add(f"{generation}/count", 1)
     if arrived == me.world_size:
-        _agree(keys, generation, _Outcome())
+        _agree(keys, generation, _RendezvousOutcome())
     _await_outcome(keys, generation, me, deadline, watches=arrived <= 2).raise_for(me)
     found = keys.multi_get([f"{generation}/member/{rank}" for rank in range(me.world_size)])
     return tuple(map(_read_member, found))
@@ -422,7 +423,7 @@ def _gather(
 
 def _await_outcome(
     keys: Store, generation: int, me: RendezvousMember, deadline: float, watches: bool
-) -> _Outcome:
+) -> _RendezvousOutcome:
     """Wait for the outcome; propose one at the deadline or, if this rank watches, after a death."""
     key = f"{generation}/outcome"
     end = deadline if watches else deadline + _PROPOSAL_S
@@ -441,7 +442,7 @@ def _await_outcome(
             return _agree(keys, generation, _death(dead, came))
 
 
-def _agree(keys: Store, generation: int, outcome: _Outcome) -> _Outcome:
+def _agree(keys: Store, generation: int, outcome: _RendezvousOutcome) -> _RendezvousOutcome:
     """Propose an outcome; return the one that counts, which is the first."""
     return _read_outcome(keys.compare_set(f"{generation}/outcome", "", _pack(outcome)))
 
@@ -453,14 +454,14 @@ def _came(keys: Store, generation: int) -> list[RendezvousMember]:
     return sorted(members, key=lambda member: member.rank)
 
 
-def _rivalry(other: RendezvousMember, me: RendezvousMember) -> _Outcome:
+def _rivalry(other: RendezvousMember, me: RendezvousMember) -> _RendezvousOutcome:
     if alive(other.process) is False:
-        return _Outcome(
+        return _RendezvousOutcome(
             f"rank {me.rank} of this job has died",
             seen=f"{other} is no more, and its number is still taken",
             fix="Start all ranks again, with a new port or file.",
         )
-    return _Outcome(
+    return _RendezvousOutcome(
         f"two processes have the number {me.rank}",
         seen=f"{other.process}, and {me.process}",
         fix="Give every process its own RANK, from 0 to WORLD_SIZE - 1; if the first one belongs "
@@ -468,10 +469,10 @@ def _rivalry(other: RendezvousMember, me: RendezvousMember) -> _Outcome:
     )
 
 
-def _timeout(came: list[RendezvousMember], me: RendezvousMember) -> _Outcome:
+def _timeout(came: list[RendezvousMember], me: RendezvousMember) -> _RendezvousOutcome:
     ranks = tuple(member.rank for member in came)
     missing = tuple(rank for rank in range(me.world_size) if rank not in ranks)
-    return _Outcome(
+    return _RendezvousOutcome(
         f"only {len(came)} of {me.world_size} ranks came in time",
         seen=f"missing: {listed(missing)}; came: {listed(came)}",
         fix="Look at the output of the missing ranks; check that each was started, with this "
@@ -482,22 +483,22 @@ def _timeout(came: list[RendezvousMember], me: RendezvousMember) -> _Outcome:
     )
 
 
-def _death(dead: list[RendezvousMember], came: list[RendezvousMember]) -> _Outcome:
-    return _Outcome(
+def _death(dead: list[RendezvousMember], came: list[RendezvousMember]) -> _RendezvousOutcome:
+    return _RendezvousOutcome(
         "a rank died before all had come",
         seen=f"{listed(dead)}; came so far: {listed(came)}",
         fix="Look at that process's own error.",
     )
 
 
-def _disagreement(came: list[RendezvousMember]) -> _Outcome:
+def _disagreement(came: list[RendezvousMember]) -> _RendezvousOutcome:
     seen = differing((member.build, member) for member in came)
     if seen:
-        return _Outcome(DIFFERENT, seen=seen, fix=SAME_BUILD)
+        return _RendezvousOutcome(DIFFERENT, seen=seen, fix=SAME_BUILD)
     says: dict[int, list[RendezvousMember]] = {}
     for member in came:
         says.setdefault(member.world_size, []).append(member)
-    return _Outcome(
+    return _RendezvousOutcome(
         "the ranks disagree on the world size",
         seen="; ".join(f"{size} says {listed(group)}" for size, group in sorted(says.items())),
         fix="Start all ranks with the same WORLD_SIZE (or world_size=).",

@@ -5,8 +5,8 @@ has completed the CURVE handshake may come in (RFC 27: only the one public key t
 the job key may), and the monitor, which reports connections that open, close or are refused. The
 store's server has one router, and every process of RPC has one.
 
-A client that has no key fails in the handshake, so none of its bytes is parsed here. What it can
-occupy is one descriptor for `HANDSHAKE_S` and one frame of 64 KiB (see `wire`). There is no limit
+A client that has no key fails in the handshake, so none of its bytes is parsed here. It can
+occupy one descriptor for `HANDSHAKE_S` and one frame of 64 KiB (see `wire`). There is no limit
 on how many clients may be in the handshake at once: a large job connects all its ranks at the same
 moment.
 """

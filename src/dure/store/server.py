@@ -62,7 +62,7 @@ class StoreServer:
     Args:
         listener: Where to listen.
         key: The job key; None admits every client.
-        board: What answers the requests; by default a `Board` without keys.
+        board: Answers the requests; by default a `Board` without keys.
 
     Attributes:
         masters: Numbers of the stores here that wait for workers, for `TCPStore`.
@@ -233,7 +233,7 @@ _servers: dict[str, StoreServer] = {}
 """The servers of this process that run, by endpoint."""
 
 _opening = threading.Lock()
-"""Held from the look for a server until the new one is there."""
+"""Held from the search for a server until a new one has started."""
 
 _inherited: list[StoreServer] = []
 """The parent's servers, in a forked child: kept so that nothing is torn down there."""

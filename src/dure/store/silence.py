@@ -66,10 +66,10 @@ class ListeningClock:
     """A clock that stands still while its owner is paused.
 
     A thread that was stopped, or whose interpreter was busy, or whose machine was paused, has read
-    nothing in that time. What has arrived is read next. So that time is no silence of others.
+    nothing in that time; it reads next what has arrived. So that time is no silence of others.
 
     Args:
-        clock: What it follows.
+        clock: The clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

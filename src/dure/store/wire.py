@@ -1,8 +1,8 @@
 """Requests to a store, and replies: the form that all stores but a prefix and torch's use.
 
 Client and server of the network store send it: one request, one reply, both msgpack of a fixed
-shape that msgspec checks field by field; nothing is ever unpickled. What is not of that shape
-raises `msgspec.DecodeError`, and a text that is no UTF-8 `UnicodeDecodeError`, which is no kind of
+shape that msgspec checks field by field; nothing is ever unpickled. Bytes of another shape
+raise `msgspec.DecodeError`, and a text that is no UTF-8 `UnicodeDecodeError`, which is no kind of
 it. A connection carries one request at a time, so messages need no numbers.
 
 A message longer than `MAX_FRAME_BYTES` travels as several ZeroMQ frames, which arrive together or
@@ -31,7 +31,7 @@ __all__ = [
     "WRITES",
     "Op",
     "Reply",
-    "Request",
+    "StoreRequest",
     "encode",
     "frames_of",
     "join",
@@ -73,7 +73,7 @@ Op = Literal[
 ]
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True):
+class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
     """One operation.
 
     Attributes:
@@ -122,7 +122,7 @@ def encode(value: str | bytes, op: str) -> bytes:
 
 
 pack = msgspec.msgpack.Encoder().encode
-read_request = msgspec.msgpack.Decoder(Request).decode
+read_request = msgspec.msgpack.Decoder(StoreRequest).decode
 read_reply = msgspec.msgpack.Decoder(Reply).decode
 
 

@@ -31,7 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dure.viewer.access import HEADERS, Access
 from dure.viewer.charts import Key
-from dure.viewer.sources import Source
+from dure.viewer.sources import PageSource
 
 __all__ = ["LISTENERS", "application", "serve"]
 
@@ -117,7 +117,7 @@ class _Bounded(H11Protocol):
             self.transport.abort()
 
 
-def application(source: Source, access: Access) -> Callable[..., Awaitable[None]]:
+def application(source: PageSource, access: Access) -> Callable[..., Awaitable[None]]:
     """Return the page as an application of ASGI."""
     static = {name: _file(name) for name in _STATIC}
     page, first = _file("page.html"), _file("open.html")
@@ -176,7 +176,7 @@ async def _body(request: Request) -> str:
     return body.decode("ascii", "replace")
 
 
-def _stream(source: Source, events: AsyncIterator[bytes]) -> Response:
+def _stream(source: PageSource, events: AsyncIterator[bytes]) -> Response:
     if source.num_readers >= LISTENERS:
         return PlainTextResponse("Too many browsers show this page.", 503)
     source.num_readers += 1
@@ -186,7 +186,7 @@ def _stream(source: Source, events: AsyncIterator[bytes]) -> Response:
 class _Stream(StreamingResponse):
     """A stream of events, whose end is noted however it comes."""
 
-    def __init__(self, events: AsyncIterator[bytes], source: Source) -> None:
+    def __init__(self, events: AsyncIterator[bytes], source: PageSource) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._source = source
 
@@ -201,7 +201,7 @@ def _event(name: str, content: object) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(content))
 
 
-async def _events(source: Source) -> AsyncIterator[bytes]:
+async def _events(source: PageSource) -> AsyncIterator[bytes]:
     version = 0
     sent: dict[Key, tuple[int, int]] = {}
     while True:
@@ -217,7 +217,7 @@ async def _events(source: Source) -> AsyncIterator[bytes]:
             yield b":\n\n"
 
 
-def _news(source: Source, sent: dict[Key, tuple[int, int]]) -> list[tuple[Any, ...]]:
+def _news(source: PageSource, sent: dict[Key, tuple[int, int]]) -> list[tuple[Any, ...]]:
     """Return the points that a reader does not have, and note that it will have them.
 
     A curve is (kind, name, rank, from which point on, x of each, y of each).
@@ -232,7 +232,7 @@ def _news(source: Source, sent: dict[Key, tuple[int, int]]) -> list[tuple[Any, .
     return news
 
 
-async def _output(source: Source, rank: int) -> AsyncIterator[bytes]:
+async def _output(source: PageSource, rank: int) -> AsyncIterator[bytes]:
     version = number = 0
     while True:
         if not await source.wait(version, _KEEP_ALIVE_S):
@@ -250,7 +250,7 @@ async def _output(source: Source, rank: int) -> AsyncIterator[bytes]:
 
 
 async def serve(
-    source: Source, access: Access, listening: socket.socket, silent_s: float = _SILENT_S
+    source: PageSource, access: Access, listening: socket.socket, silent_s: float = _SILENT_S
 ) -> None:
     """Serve a page until SIGINT, or until the task is cancelled.
 

@@ -1,6 +1,6 @@
 """Sources of a page's content: a run in progress (`Live`), or files of one (`Recorded`).
 
-Both are a `Source`: a view, curves, lines of output, and a number that grows when any has changed.
+Both are a `PageSource`: a view, curves, lines of output, and a number that grows with each change.
 
 Files may come from an attacker. So only so many are read, and only so many bytes of them; the
 content of one is held to what a rank could have written (`_LIMITS`); and where a part of the page
@@ -24,9 +24,9 @@ from dure.trace.findings import study
 from dure.trace.merging import Flight, Limits, RankFile, read_files
 from dure.viewer import study as parts
 from dure.viewer.charts import Charts
-from dure.viewer.view import Failure, Feed, Outcome, RankRow, Site, View
+from dure.viewer.view import Failure, Feed, PageView, RankRow, RunOutcome, Site
 
-__all__ = ["Live", "Output", "Recorded", "Source"]
+__all__ = ["Live", "Output", "PageSource", "Recorded"]
 
 T = TypeVar("T")
 _MOST_FILES = 512
@@ -53,7 +53,7 @@ class Output:
         return [line for line in self._lines.get(rank, ()) if line[0] > number]
 
 
-class Source:
+class PageSource:
     """What a page shows, and when it has changed.
 
     Attributes:
@@ -66,7 +66,7 @@ class Source:
     """
 
     def __init__(self, title: str, live: bool, charts: Charts) -> None:
-        self.view = View(title=title, live=live)
+        self.view = PageView(title=title, live=live)
         self.charts = charts
         self.output = Output()
         self.version = 1
@@ -108,7 +108,7 @@ class Source:
             return otherwise
 
 
-class Live(Source):
+class Live(PageSource):
     """A run in progress, from what the launcher feeds and the ranks publish.
 
     Args:
@@ -165,7 +165,7 @@ class Live(Source):
         self.changed()
 
     def _failure(self, flight: Flight | None) -> Failure | None:
-        outcome = self.view.outcome or Outcome(ok=True, text="")
+        outcome = self.view.outcome or RunOutcome(ok=True, text="")
         failed = [row for row in self.view.ranks if row.state == "failed"]
         if not failed and not outcome.headline:
             return None
@@ -201,7 +201,7 @@ def _complete(row: RankRow, flight: Flight | None) -> None:
         row.values = {**row.values, **dict(list(last.scalars.items())[:8])}
 
 
-class Recorded(Source):
+class Recorded(PageSource):
     """Files of a run that is over.
 
     Args:

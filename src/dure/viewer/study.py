@@ -19,7 +19,7 @@ from dure.trace.pipeline_steps import measured_step
 from dure.trace.record import Record, describe
 from dure.trace.spans import STEP, Span
 from dure.trace.waiting import waiting
-from dure.viewer.view import Collective, Site, Timeline, TimelineRow, Wait
+from dure.viewer.view import Collective, RankWait, Site, Timeline, TimelineRow
 
 __all__ = ["anchor_of", "collectives", "sites", "timeline", "together", "waits"]
 
@@ -28,10 +28,10 @@ _AT_ONCE_S = 0.05
 """A rank that is in an operation for less is not said to wait."""
 
 
-def waits(flight: Flight) -> list[Wait]:
+def waits(flight: Flight) -> list[RankWait]:
     """Return who waits for whom, the longest first."""
     return [
-        Wait(
+        RankWait(
             rank=each.rank,
             on=list(each.on),
             call=describe(each.call),

@@ -1,6 +1,6 @@
 """Content of the page, and the launcher's messages for it: plain values, which JSON carries.
 
-`Feed` comes from the launcher, `View` goes to the browser. Any text in them was written by
+`Feed` comes from the launcher, `PageView` goes to the browser. Any text in them was written by
 programs and is shown as text alone: the page makes no markup of it.
 """
 
@@ -12,13 +12,13 @@ __all__ = [
     "Collective",
     "Failure",
     "Feed",
-    "Outcome",
+    "PageView",
     "RankRow",
+    "RankWait",
+    "RunOutcome",
     "Site",
     "Timeline",
     "TimelineRow",
-    "View",
-    "Wait",
 ]
 
 
@@ -42,7 +42,7 @@ class RankRow(msgspec.Struct, kw_only=True):
     last: str = ""
 
 
-class Wait(msgspec.Struct, kw_only=True):
+class RankWait(msgspec.Struct, kw_only=True):
     """A rank in an operation, the ranks that have not come to it, and since when."""
 
     rank: int
@@ -95,7 +95,7 @@ class Site(msgspec.Struct, kw_only=True):
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """The first failure: a headline, what does not match, where each rank was."""
+    """The first failure: a headline, the mismatch, where each rank was."""
 
     headline: str
     sentences: list[str] = []
@@ -103,7 +103,7 @@ class Failure(msgspec.Struct, kw_only=True):
     traceback: str = ""
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class RunOutcome(msgspec.Struct, kw_only=True):
     """How the run has ended.
 
     `headline`, `traceback` and `first` (the rank) are of the first failure; `sites` is what ranks
@@ -118,18 +118,18 @@ class Outcome(msgspec.Struct, kw_only=True):
     sites: list[Site] = []
 
 
-class View(msgspec.Struct, kw_only=True):
+class PageView(msgspec.Struct, kw_only=True):
     """Everything on the page but curves and output."""
 
     title: str
     live: bool
     elapsed_s: float = 0.0
     ranks: list[RankRow] = []
-    waits: list[Wait] = []
+    waits: list[RankWait] = []
     collectives: list[Collective] = []
     timeline: Timeline | None = None
     failure: Failure | None = None
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None
     problems: list[str] = []
 
 
@@ -139,4 +139,4 @@ class Feed(msgspec.Struct, kw_only=True):
     elapsed_s: float
     ranks: list[RankRow]
     lines: list[tuple[int, str, str]] = []
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dure.cli.doctor import checks
-from dure.cli.doctor.checks import Finding, Findings, Gpu, Level, fine
+from dure.cli.doctor.checks import Finding, Findings, GpuStatus, Level, fine
 from dure.cli.doctor.command import run_check
 from dure.cli.version import checkout_note
 
@@ -32,7 +32,7 @@ ORPHAN = {
     **{"ppid": 1, "name": "python", "cmdline": []},
 }
 FIRST = ORPHAN | {"pid": 1, "environ": {}, "ppid": 0, "cmdline": ["python", "-m", "dure.run"]}
-CARD = Gpu("0", "H", "550", 80_000, 10)
+CARD = GpuStatus("0", "H", "550", 80_000, 10)
 TORCH: dict[str, Any] = {"torch": "2.13.0", "cuda": "12.8", "gpus": ["H"]}
 HEALTHY: dict[str, Any] = {
     "os.cpu_count": 8,

@@ -10,13 +10,13 @@ from dure.launch.agent.events import (
     Event,
     Expired,
     Failed,
+    Idle,
+    JobOutcome,
     Joined,
-    Outcome,
-    Plan,
+    RoundPlan,
+    RunRound,
     Settings,
     Stop,
-    Wait,
-    Work,
 )
 from dure.launch.agent.state import JobState
 from dure.launch.spec import Crash, Exit, RankResult
@@ -47,7 +47,7 @@ def state_of(
     state = (ElasticState if elastic else JobState)(replace(settings, **wanted))
     apply(state, *(joined(agent, nproc) for agent in agents))
     action = state.action(agents[0])
-    if isinstance(action, Wait) and action.timer:
+    if isinstance(action, Idle) and action.timer:
         state.apply(Expired(action.timer))
     ready(state)
     return state
@@ -60,16 +60,16 @@ def apply(state: JobState, *events: Event) -> JobState:
     return state
 
 
-def plan_of(state: JobState) -> Plan:
+def plan_of(state: JobState) -> RoundPlan:
     """Return the latest round."""
     assert state.plan is not None
     return state.plan
 
 
-def ready(state: JobState) -> Plan:
+def ready(state: JobState) -> RoundPlan:
     """Return the round that has begun."""
     plan = plan_of(state)
-    assert isinstance(state.action(plan.members[0]), Work)
+    assert isinstance(state.action(plan.members[0]), RunRound)
     return plan
 
 
@@ -92,7 +92,7 @@ def end(state: JobState) -> None:
             state.apply(Ended(agent, plan.number))
 
 
-def outcome_of(state: JobState) -> Outcome:
+def outcome_of(state: JobState) -> JobOutcome:
     """Return how a job has ended."""
     assert state.outcome is not None
     return state.outcome

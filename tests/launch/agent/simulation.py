@@ -1,7 +1,7 @@
 """Jobs on simulated hosts: a virtual clock, one thread, and a network that loses messages.
 
-The coordinator (`Coordinator`) and what its agents know (`Membership`) are the real ones, with all
-messages packed and read back. Hosts, ranks, reapers and the network between are simulated here.
+The coordinator (`Coordinator`) and its agents' state (`HostMembership`) are the real ones, with
+all messages packed and read back. Hosts, ranks, reapers and the network between are simulated here.
 After every event the rules of a job are checked (`World.check`).
 
 A message may be late; it may be lost, or its answer, and then the connection breaks and the request
@@ -26,22 +26,29 @@ from dure.launch.agent.events import (
     Expired,
     Failed,
     Finished,
+    Idle,
+    JobOutcome,
     Joined,
     Leave,
     Left,
-    Outcome,
     Rejoin,
+    RunRound,
     Settings,
     Stop,
-    Wait,
-    Work,
 )
-from dure.launch.agent.membership import Membership
-from dure.launch.agent.messages import Admitted, Answer, Join, Message, pack, read_answer
-from dure.launch.agent.messages import Leave as LeaveMessage
-from dure.launch.agent.state import Phase
+from dure.launch.agent.membership import HostMembership
+from dure.launch.agent.messages import (
+    Admitted,
+    Answer,
+    JoinRequest,
+    LeaveRequest,
+    Message,
+    pack,
+    read_answer,
+)
+from dure.launch.agent.state import JobPhase
 from dure.launch.spec import Exit, RankResult
-from dure.store.wire import Request
+from dure.store.wire import StoreRequest
 
 WATCH_S = 60.0
 
@@ -91,8 +98,8 @@ class Host:
     stopped_until: float = 0.0
     killed: bool = False
     leaves: bool = False
-    outcome: Outcome | None = None
-    member: Membership | None = None
+    outcome: JobOutcome | None = None
+    member: HostMembership | None = None
     ranks: Ranks | None = None
     tries: int = -1
     names: list[str] = field(default_factory=list[str])
@@ -131,7 +138,9 @@ class Host:
         agent = f"{self.name}.{self.tries}"
         former = self.names[-1] if self.names else ""
         joined = Joined(agent, self.name, 1)
-        joining = Join(joined, agent.encode(), self.world.settings, self.world.elastic, former)
+        joining = JoinRequest(
+            joined, agent.encode(), self.world.settings, self.world.elastic, former
+        )
         sent = self.world.now
 
         def answered(answer: Answer) -> None:
@@ -140,12 +149,12 @@ class Host:
                 self.world.after(0.2, self.run)
                 return
             self.names.append(agent)
-            self.member = Membership(joined, agent.encode(), answer.settings, sent)
+            self.member = HostMembership(joined, agent.encode(), answer.settings, sent)
             self._extended(self.member.deadline)
 
         self.world.ask(self, f"{agent} join", joining, answered, 0.0)
 
-    def _send(self, member: Membership) -> None:
+    def _send(self, member: HostMembership) -> None:
         world = self.world
         if "watch" not in self.busy:
             self.busy.add("watch")
@@ -183,11 +192,11 @@ class Host:
         assert self.member is not None
         if (self.member.agent, key) not in self.reported:
             self.reported.add((self.member.agent, key))
-            self.member.tell(event)
+            self.member.report(event)
 
     # --- its actions -----------------------------------------------------------------------------
 
-    def _act(self, member: Membership) -> None:
+    def _act(self, member: HostMembership) -> None:
         agent, world, action = member.agent, self.world, member.view.action
         if self.leaves:
             self._tell("left", Left(agent, 143))
@@ -195,15 +204,15 @@ class Host:
                 self._stop(agent, self.ranks.number)
         self._report(member)
         match action:
-            case Wait(timer=""):
+            case Idle(timer=""):
                 pass
-            case Wait():
+            case Idle():
                 due = world.timers.setdefault((agent, action.timer), world.now + action.after_s)
                 if world.now >= due:
                     self._tell(("expired", action.timer), Expired(action.timer))
                 else:
                     world.at(due, self.run)
-            case Work():
+            case RunRound():
                 self._work(action)
             case Stop():
                 self._stop(agent, action.round)
@@ -211,13 +220,13 @@ class Host:
                 self.outcome = action.outcome
                 self._end_ranks()
                 world.ask(
-                    self, f"{agent} leave", LeaveMessage(agent, member.nonce), lambda _: None, 0.0
+                    self, f"{agent} leave", LeaveRequest(agent, member.nonce), lambda _: None, 0.0
                 )
             case Rejoin():
                 assert self.leaves and not (self.ranks and self.ranks.alive)
-                self.outcome = Outcome(code=143)
+                self.outcome = JobOutcome(code=143)
 
-    def _work(self, action: Work) -> None:
+    def _work(self, action: RunRound) -> None:
         number = action.round.number
         assert self.member is not None
         if self.leaves or (self.member.agent, ("ended", number)) in self.reported:
@@ -256,7 +265,7 @@ class Host:
 
         world.after(world.draw.uniform(1.0, 4.0), end)
 
-    def _report(self, member: Membership) -> None:
+    def _report(self, member: HostMembership) -> None:
         """Report how the rank has ended."""
         ranks, agent = self.ranks, member.agent
         if ranks is None or ranks.alive or not ranks.outcome or ranks.agent != agent:
@@ -302,7 +311,7 @@ class Host:
         def reaped() -> None:
             self._end_ranks()
             if member is not None:
-                will = LeaveMessage(member.agent, member.nonce, "its launcher was killed")
+                will = LeaveRequest(member.agent, member.nonce, "its launcher was killed")
                 self.world.ask(self, f"{member.agent} will", will, lambda _: None, 0.0)
 
         self.world.break_connections(self)
@@ -360,7 +369,7 @@ class World:
         } | settings
         self.settings = Settings(run_id="job", **wanted)  # pyright: ignore[reportArgumentType]
         self.now = 0.0
-        joining = Join(Joined("", "", 0), b"", self.settings, elastic)
+        joining = JoinRequest(Joined("", "", 0), b"", self.settings, elastic)
         self.coordinator = Checked(joining.state("job"))
         self.deaths_left, self.died = faults.deaths, 0
         self.timers: dict[tuple[str, str], float] = {}
@@ -435,7 +444,7 @@ class World:
             )
             return
         packed = pack(message)
-        request = Request("control", values=(packed,), timeout_s=timeout_s)
+        request = StoreRequest("control", values=(packed,), timeout_s=timeout_s)
         answers = self.coordinator.handle(connection, request, self._clock)
         self._answer([*answers, *self.coordinator.expire(self._clock)])
 
@@ -539,5 +548,5 @@ class World:
         numbers = {ranks.number for ranks in running.values()}
         assert len(numbers) <= 1, f"rounds {numbers} at once"
         here = {agent.partition(".")[0] for agent in state.agents}
-        if state.phase is not Phase.OVER:
+        if state.phase is not JobPhase.OVER:
             assert running.keys() <= here, f"{running.keys() - here} were given up, and have ranks"

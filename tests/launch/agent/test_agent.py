@@ -9,7 +9,7 @@ from typing import Any
 
 from dure.launch import JobSpec
 from dure.launch.agent.agent import Agent
-from dure.launch.agent.events import Event, Expired, Outcome, Wait
+from dure.launch.agent.events import Event, Expired, Idle, JobOutcome
 from dure.launch.agent.membership import boottime
 from dure.launch.signals import Interrupted
 
@@ -29,7 +29,7 @@ def test_who_waits_says_so_once_and_reports_again_a_time_that_ran_out_without_ef
     try:
         for quiet_s, after_s in ((500.0, 600.0), (0.0, 600.0), (0.0, 0.0), (0.0, 0.0)):
             os.write(ours, b"!")  # which ends the wait
-            agent._do(Wait("join 0", after_s, "waits for hosts", quiet_s))
+            agent._do(Idle("join 0", after_s, "waits for hosts", quiet_s))
             assert said == ([] if quiet_s else ["waits for hosts"])
         assert told == [Expired("join 0"), Expired("join 0")]
     finally:
@@ -43,5 +43,5 @@ def test_a_signal_while_the_others_are_looked_for_is_the_exit_code() -> None:
 
     place: Any = SimpleNamespace(spec=JobSpec(program="prog.py"), host="a")
     agent = Agent(place, SimpleNamespace(join=join))  # type: ignore[arg-type]
-    assert agent.work() == Outcome(code=143)
+    assert agent.work() == JobOutcome(code=143)
     assert agent.interrupted_by == signal.SIGTERM

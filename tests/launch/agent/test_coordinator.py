@@ -9,25 +9,25 @@ import pytest
 
 from dure.errors import StoreError
 from dure.launch.agent.coordinator import Coordinator
-from dure.launch.agent.events import Ended, Event, Joined, Lost, Settings, Wait, Work
+from dure.launch.agent.events import Ended, Event, Idle, Joined, Lost, RunRound, Settings
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
     Answer,
     Gone,
-    Join,
-    Leave,
+    Heartbeat,
+    JoinRequest,
+    LeaveRequest,
     Message,
     NoJob,
     Refusal,
-    Tell,
     View,
-    Watch,
+    WatchRequest,
     pack,
     read_answer,
 )
-from dure.launch.agent.state import Phase
-from dure.store.wire import Request
+from dure.launch.agent.state import JobPhase
+from dure.store.wire import StoreRequest
 
 SETTINGS = Settings(min_hosts=2, max_hosts=2, max_restarts=9, run_id="job", lease_s=10.0)
 
@@ -40,13 +40,13 @@ class Job:
         self.coordinator = Coordinator(self.joining("").state("job"), b"name")
         self.state = self.coordinator.state
 
-    def joining(self, agent: str, **other: object) -> Join:
-        joining = Join(Joined(agent, f"host-{agent}", 2), agent.encode(), SETTINGS, False)
+    def joining(self, agent: str, **other: object) -> JoinRequest:
+        joining = JoinRequest(Joined(agent, f"host-{agent}", 2), agent.encode(), SETTINGS, False)
         return msgspec.structs.replace(joining, **other)
 
     def ask(self, message: Message, client: str = "", timeout_s: float = 0.0) -> Answer | None:
         """Put a request; None: it waits."""
-        request = Request("control", values=(pack(message),), timeout_s=timeout_s)
+        request = StoreRequest("control", values=(pack(message),), timeout_s=timeout_s)
         answers = self.coordinator.handle(client.encode(), request, self.now)
         for found, reply in [*answers, *self.coordinator.expire(self.now)]:
             if found == client.encode():
@@ -57,10 +57,10 @@ class Job:
         return self.ask(self.joining(agent, **other), agent)
 
     def tell(self, agent: str, *events: Event) -> Answer | None:
-        return self.ask(Tell(agent, agent.encode(), events), agent)
+        return self.ask(Heartbeat(agent, agent.encode(), events), agent)
 
     def watch(self, agent: str, seen: int) -> Answer | None:
-        return self.ask(Watch(agent, agent.encode(), seen), f"{agent} watches", 60.0)
+        return self.ask(WatchRequest(agent, agent.encode(), seen), f"{agent} watches", 60.0)
 
     def view(self, agent: str) -> View:
         view = self.watch(agent, -1)
@@ -81,13 +81,13 @@ def test_a_watch_is_answered_when_the_agents_own_action_changes_and_not_before()
     job = Job()
     job.join("a")
     first = job.view("a")
-    assert isinstance(first.action, Wait)
+    assert isinstance(first.action, Idle)
     assert job.watch("a", first.revision) is None  # it waits
     job.join("b")
     later = job.view("a")
     assert later.revision > first.revision
     view = job.view("b")
-    assert isinstance(view.action, Work)
+    assert isinstance(view.action, RunRound)
     assert job.watch("b", view.revision) is None
     job.now = 11.0
     job.tell("b")
@@ -97,7 +97,12 @@ def test_a_watch_is_answered_when_the_agents_own_action_changes_and_not_before()
 
 @pytest.mark.parametrize(
     "late",
-    [Tell("b", b"b", (Lost("a"),)), Watch("b", b"b"), Leave("b", b"b"), Leave("a", b"a guess")],
+    [
+        Heartbeat("b", b"b", (Lost("a"),)),
+        WatchRequest("b", b"b"),
+        LeaveRequest("b", b"b"),
+        LeaveRequest("a", b"a guess"),
+    ],
     ids=str,
 )
 def test_who_was_given_up_or_is_no_member_changes_nothing(job: Job, late: Message) -> None:
@@ -123,12 +128,12 @@ def test_a_host_that_comes_back_takes_the_place_of_its_former_member(job: Job) -
 def test_a_job_that_is_over_is_joined_only_by_its_members_to_learn_how(job: Job) -> None:
     for agent in "ab":
         job.tell(agent, Ended(agent, 0, well=True))
-    assert job.state.phase is Phase.OVER
+    assert job.state.phase is JobPhase.OVER
     assert job.join("c") == NoJob()
     assert isinstance(job.join("d", former="b"), Admitted)
     assert not job.coordinator.is_left.is_set()
     for agent in "ad":
-        job.ask(Leave(agent, agent.encode()))
+        job.ask(LeaveRequest(agent, agent.encode()))
     assert job.coordinator.is_left.is_set()
 
 
@@ -151,8 +156,11 @@ def test_a_host_with_other_flags_is_refused(settings: Settings, elastic: bool, s
 
 def test_what_is_no_message_is_refused_and_keeps_nothing() -> None:
     job = Job()
-    for request in (Request("control", values=(b"\xc1",)), Request("set", ("k",), (b"v",))):
+    for request in (
+        StoreRequest("control", values=(b"\xc1",)),
+        StoreRequest("set", ("k",), (b"v",)),
+    ):
         with pytest.raises(StoreError):
             job.coordinator.handle(b"x", request, 0.0)
-    hello = job.coordinator.handle(b"x", Request("check"), 0.0)
+    hello = job.coordinator.handle(b"x", StoreRequest("check"), 0.0)
     assert hello[0][1].values == (b"name",)

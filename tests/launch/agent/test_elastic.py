@@ -10,16 +10,16 @@ from dure.launch.agent.elastic import ElasticState
 from dure.launch.agent.events import (
     Ended,
     Finished,
+    Idle,
+    JobOutcome,
     Joined,
     Left,
     Lost,
-    Outcome,
     Replacement,
+    RunRound,
     Stop,
-    Wait,
-    Work,
 )
-from dure.launch.agent.state import JobState, Phase
+from dure.launch.agent.state import JobPhase, JobState
 from dure.launch.spec import Exit
 from tests.launch.agent.job_states import apply, end, fail, outcome_of, plan_of, state_of
 
@@ -35,11 +35,11 @@ def living(state: JobState) -> int:
 
 def notes(state: JobState) -> tuple[tuple[str, str], ...]:
     action = state.action("a")
-    assert isinstance(action, Work)
+    assert isinstance(action, RunRound)
     return action.notes
 
 
-def ended(state: JobState) -> Outcome:
+def ended(state: JobState) -> JobOutcome:
     """End what runs; return how the job ended."""
     assert all(isinstance(state.action(agent), Stop) for agent in state.agents)
     end(state)
@@ -51,14 +51,14 @@ def test_a_dead_worker_is_replaced_in_its_place_and_the_others_are_left_alone() 
     for local, times in ((1, 0), (0, 0), (1, 1), (1, 1)):  # the last one is told twice
         fail(state, "a", local, times=times)
     first, second = state.action("a"), state.action("b")
-    assert isinstance(first, Work) and first.replaced == (
+    assert isinstance(first, RunRound) and first.replaced == (
         Replacement(0, 1, 2),
         Replacement(1, 2, 3),
     )
-    assert isinstance(second, Work) and second.replaced == ()
+    assert isinstance(second, RunRound) and second.replaced == ()
     assert (state.restarts, living(state)) == (3, 4)
     fail(state, "b")  # no restart is left
-    assert (state.phase, state.restarts, living(state)) == (Phase.RUNNING, 3, 3)
+    assert (state.phase, state.restarts, living(state)) == (JobPhase.RUNNING, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_dead_worker_is_replaced_in_its_place_and_the_others_are_left_alone() 
 def test_each_limit_that_was_reached_is_told(wanted: dict[str, int], limits: str) -> None:
     state = elastic("a", **wanted)
     for local, times in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        if state.phase is Phase.RUNNING:
+        if state.phase is JobPhase.RUNNING:
             fail(state, "a", local, times=times)
     outcome = ended(state)
     assert (outcome.code, outcome.limit) == (3, limits)
@@ -85,8 +85,8 @@ def test_each_limit_that_was_reached_is_told(wanted: dict[str, int], limits: str
 def test_a_lost_host_takes_its_workers_with_it_and_is_told_once() -> None:
     state = elastic("abc", max_restarts=1)
     apply(state, Lost("c", "gone"), Lost("c", "gone again"), Lost("never-seen", "gone"))
-    assert (living(state), state.restarts, state.phase) == (4, 0, Phase.RUNNING)
-    assert notes(state) == (("c", "lost host-c (gone); the others go on"),)
+    assert (living(state), state.restarts, state.phase) == (4, 0, JobPhase.RUNNING)
+    assert notes(state) == (("c", "lost host-c (gone); the others continue"),)
     for number in range(50):
         apply(state, Joined(f"d{number}", "host-d", 1), Lost(f"d{number}"))
     assert len(notes(state)) == 8  # the last ones
@@ -100,7 +100,7 @@ def test_who_comes_gets_numbers_that_nobody_had_while_there_is_room() -> None:
     plan = plan_of(state)
     assert (plan.number, plan.members) == (0, ("a", "b", "c"))
     action = state.action("c")
-    assert isinstance(action, Work)
+    assert isinstance(action, RunRound)
     part = action.round
     assert (part.node, part.first_rank, part.world_size, living(state)) == (2, 4, 5, 3)
     state.apply(Joined("d", "host-d", 1))
@@ -111,11 +111,11 @@ def test_once_a_worker_has_ended_well_nobody_comes_is_replaced_or_missed() -> No
     state = elastic("a", max_hosts=2, max_restarts=3, min_ranks=2)
     apply(state, Finished("a", 0, 0), Joined("b", "host-b", 2))
     fail(state, "a", 0)  # it had ended
-    assert (state.failed, state.phase, living(state)) == (False, Phase.RUNNING, 1)
+    assert (state.failed, state.phase, living(state)) == (False, JobPhase.RUNNING, 1)
     assert plan_of(state).members == ("a",)
-    assert isinstance(state.action("b"), Wait)
+    assert isinstance(state.action("b"), Idle)
     fail(state, "a", 1)
-    assert (state.restarts, state.phase) == (0, Phase.STOPPING)
+    assert (state.restarts, state.phase) == (0, JobPhase.STOPPING)
     end(state)
     assert outcome_of(state).code == 0
 
@@ -126,13 +126,13 @@ def test_the_process_that_failed_is_told_not_the_one_in_its_place() -> None:
     apply(state, Finished("a", 0, 0), Finished("a", 0, 1))
     well = replace(dead, pid=8, exit=Exit(code=0))
     state.apply(Ended("a", 0, (well,)))
-    assert state.outcome == Outcome(code=0, failure=dead, ranks=(well,))
+    assert state.outcome == JobOutcome(code=0, failure=dead, ranks=(well,))
 
 
 def test_a_host_that_leaves_with_others_to_go_on_only_takes_its_workers() -> None:
     state = elastic("ab")
     state.apply(Left("b", 143))
-    assert (state.phase, living(state), notes(state)) == (Phase.RUNNING, 2, ())
+    assert (state.phase, living(state), notes(state)) == (JobPhase.RUNNING, 2, ())
 
 
 @pytest.mark.parametrize("agents", ["a", "ab"])

@@ -10,21 +10,21 @@ from dataclasses import replace
 import pytest
 
 from dure.launch.agent.etcd import EtcdControl
-from dure.launch.agent.events import Joined, Settings, Wait, Work
+from dure.launch.agent.events import Idle, Joined, RunRound, Settings
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
     Answer,
     Gone,
-    Join,
-    Leave,
+    Heartbeat,
+    JoinRequest,
+    LeaveRequest,
     NoJob,
     Refusal,
-    Tell,
     View,
-    Watch,
+    WatchRequest,
 )
-from dure.store.etcd_gateway import Connection, EtcdOptions
+from dure.store.etcd_gateway import EtcdConnection, EtcdOptions
 from dure.store.etcd_requests import Json
 from tests.store.procs import etcd
 from tests.waiting import until
@@ -50,23 +50,23 @@ def control(server: etcd.Etcd) -> Iterator[EtcdControl]:
 def joins(to: EtcdControl, agent: str, former: str = "", **other: int) -> Answer:
     joined = Joined(agent, f"host-{agent}", 1)
     settings = replace(SETTINGS, **other)
-    return to.ask(Join(joined, agent.encode(), settings, False, former))
+    return to.ask(JoinRequest(joined, agent.encode(), settings, False, former))
 
 
 def test_two_hosts_join_one_job_and_learn_what_to_do(server: etcd.Etcd) -> None:
     with control(server) as one, control(server) as two:
         assert isinstance(joins(one, "a"), Admitted)
-        view = one.ask(Watch("a", b"a"), 5.0)
-        assert isinstance(view, View) and isinstance(view.action, Wait)
+        view = one.ask(WatchRequest("a", b"a"), 5.0)
+        assert isinstance(view, View) and isinstance(view.action, Idle)
         assert isinstance(joins(two, "b", max_restarts=3), Refusal)
         assert isinstance(joins(two, "b"), Admitted)
-        later = one.ask(Watch("a", b"a", view.revision), 60.0)
-        assert isinstance(later, View) and isinstance(later.action, Work)
-        assert one.ask(Tell("a", b"a")) == Accepted()
-        assert two.ask(Leave("b", b"b")) == Accepted()
-        assert two.ask(Watch("b", b"b"), 5.0) == Gone()
-        assert one.ask(Leave("a", b"another")) == Gone()
-        assert one.ask(Tell("a", b"a")) == Accepted(), "it keeps its lease"
+        later = one.ask(WatchRequest("a", b"a", view.revision), 60.0)
+        assert isinstance(later, View) and isinstance(later.action, RunRound)
+        assert one.ask(Heartbeat("a", b"a")) == Accepted()
+        assert two.ask(LeaveRequest("b", b"b")) == Accepted()
+        assert two.ask(WatchRequest("b", b"b"), 5.0) == Gone()
+        assert one.ask(LeaveRequest("a", b"another")) == Gone()
+        assert one.ask(Heartbeat("a", b"a")) == Accepted(), "it keeps its lease"
 
 
 def test_a_host_that_asks_again_over_another_connection_keeps_its_lease(server: etcd.Etcd) -> None:
@@ -90,19 +90,19 @@ def test_an_agent_that_waits_asks_for_nothing(
     server: etcd.Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams: list[int] = []
-    events = Connection.events
+    events = EtcdConnection.events
 
-    def counted(self: Connection, where: Json, since: int) -> Iterator[int]:
+    def counted(self: EtcdConnection, where: Json, since: int) -> Iterator[int]:
         streams.append(since)
         return events(self, where, since)
 
-    monkeypatch.setattr(Connection, "events", counted)
+    monkeypatch.setattr(EtcdConnection, "events", counted)
     with control(server) as one, control(server) as two, ThreadPoolExecutor(1) as thread:
         joins(one, "a")
-        view = one.ask(Watch("a", b"a"), 5.0)
+        view = one.ask(WatchRequest("a", b"a"), 5.0)
         for agent in "bcd":  # each change is read through the stream that is open
             assert isinstance(view, View)
-            waiting = thread.submit(one.ask, Watch("a", b"a", view.revision), 60.0)
+            waiting = thread.submit(one.ask, WatchRequest("a", b"a", view.revision), 60.0)
             until(lambda: len(streams) == 1)
             assert isinstance(joins(two, agent), Admitted)
             view = waiting.result()

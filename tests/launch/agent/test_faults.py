@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from dure.launch.agent.events import Outcome, Plan
+from dure.launch.agent.events import JobOutcome, RoundPlan
 from dure.launch.agent.faults import Faults
 from dure.launch.spec import RankResult
 from tests.launch.agent.job_states import joined, result
 
-PLAN = Plan(4, (joined("a", 2), joined("b", 1)))
+PLAN = RoundPlan(4, (joined("a", 2), joined("b", 1)))
 SECOND = result(2, "host-b")
 
 
@@ -62,10 +62,10 @@ def test_why_a_round_ended(found: Faults, why: str) -> None:
 
 
 def test_the_outcome_of_a_defeat() -> None:
-    assert faults(SECOND, result(0)).defeat(PLAN, "limit") == Outcome(
+    assert faults(SECOND, result(0)).defeat(PLAN, "limit") == JobOutcome(
         code=3, failure=SECOND, ranks=(result(0), SECOND), limit="limit"
     )
-    assert faults(None, result(0), lost="b").defeat(PLAN, "") == Outcome(
+    assert faults(None, result(0), lost="b").defeat(PLAN, "") == JobOutcome(
         code=1,
         why="lost host-b; no restarts are allowed (--max-restarts), so the job ends",
         ranks=(result(0),),

@@ -18,7 +18,7 @@ from dure.errors import LaunchError, StoreRefused, StoreTimeout, UsageError
 from dure.launch import JobSpec
 from dure.launch.agent import link as links
 from dure.launch.agent.control import CoordinatorClient, open_control
-from dure.launch.agent.events import Leave, Left, Wait, Work
+from dure.launch.agent.events import Idle, Leave, Left, RunRound
 from dure.launch.agent.link import HostEndpoint, Link, pause, settings_of
 from dure.launch.agent.messages import Answer, Control, Message
 from dure.launch.signals import Interrupted, caught_signals
@@ -62,14 +62,14 @@ def test_a_job_that_has_ended_is_not_the_next_one(
     key, spec = mint(), job(port)
     with contextlib.ExitStack() as last:
         member = last.enter_context(linked(spec, key)).join("a")
-        member.tell(Left(member.agent, 143, ends_job=True))
+        member.report(Left(member.agent, 143, ends_job=True))
         until(lambda: isinstance(member.action(), Leave))
         # The next one has looked for its job once, and found the last one.
         monkeypatch.setattr(links, "pause", lambda *_: last.close())
         with linked(replace(spec, node_rank=1), key) as following:  # for the endpoint is here
             member = following.join("b")
             assert following.endpoint.coordinates
-            assert isinstance(member.action(), Wait)
+            assert isinstance(member.action(), Idle)
 
 
 def test_a_host_whose_answer_was_lost_is_counted_once(
@@ -89,7 +89,7 @@ def test_a_host_whose_answer_was_lost_is_counted_once(
         monkeypatch.setattr(CoordinatorClient, "ask", asked)
         two = second.join("b")
         for member in (one, two):
-            until(lambda member=member: isinstance(member.action(), Work))
+            until(lambda member=member: isinstance(member.action(), RunRound))
 
 
 def test_a_coordinator_far_away_is_given_more_time_with_each_attempt(
@@ -102,7 +102,7 @@ def test_a_coordinator_far_away_is_given_more_time_with_each_attempt(
 
     monkeypatch.setattr(links, "open_control", opened)
     with linked(job(port), mint()) as link:
-        assert isinstance(link.join("a").action(), Wait)
+        assert isinstance(link.join("a").action(), Idle)
 
 
 def test_ranks_have_a_key_that_does_not_open_the_control_server(port: int) -> None:

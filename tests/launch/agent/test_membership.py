@@ -16,21 +16,21 @@ from dure.launch.agent.coordinator import Coordinator
 from dure.launch.agent.events import (
     Expired,
     Failed,
+    Idle,
     Joined,
+    RunRound,
     Settings,
-    Wait,
-    Work,
 )
-from dure.launch.agent.membership import HostMember, Membership, boottime
+from dure.launch.agent.membership import HostMember, HostMembership, boottime
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
     Answer,
     Control,
     Gone,
-    Join,
+    Heartbeat,
+    JoinRequest,
     Message,
-    Tell,
     View,
 )
 from dure.launch.spec import Exit, RankResult
@@ -46,8 +46,8 @@ SETTINGS = Settings(
 )
 
 
-def membership(settings: Settings = SETTINGS, sent: float = 100.0) -> Membership:
-    return Membership(Joined("me", "h", 1), b"nonce", settings, sent)
+def membership(settings: Settings = SETTINGS, sent: float = 100.0) -> HostMembership:
+    return HostMembership(Joined("me", "h", 1), b"nonce", settings, sent)
 
 
 def test_the_deadline_counts_from_when_the_acknowledged_renewal_was_sent() -> None:
@@ -55,7 +55,7 @@ def test_the_deadline_counts_from_when_the_acknowledged_renewal_was_sent() -> No
     assert member.deadline == 110.0
     request = member.next_request(104.0)
     assert request is not None
-    assert request == Tell("me", b"nonce")
+    assert request == Heartbeat("me", b"nonce")
     member.answered(request, Accepted(), 104.0, 109.0)
     assert member.deadline == 114.0
     assert member.next_request(104.9) is None
@@ -67,15 +67,15 @@ def test_the_deadline_counts_from_when_the_acknowledged_renewal_was_sent() -> No
 
 def test_events_are_sent_until_they_are_acknowledged_in_their_order() -> None:
     member = membership()
-    member.tell(Expired("one"))
+    member.report(Expired("one"))
     request = member.next_request(100.3)
     assert request is not None
-    assert request == Tell("me", b"nonce", (Expired("one"),))
-    member.tell(Expired("two"))  # while the first is on its way
+    assert request == Heartbeat("me", b"nonce", (Expired("one"),))
+    member.report(Expired("two"))  # while the first is on its way
     member.answered(request, Accepted(), 100.3, 100.4)
     request = member.next_request(100.5)
     assert request is not None
-    assert request == Tell("me", b"nonce", (Expired("two"),))
+    assert request == Heartbeat("me", b"nonce", (Expired("two"),))
     member.answered(request, Accepted(), 100.5, 100.6)
     assert (member.settled, member.wake_at(100.7)) == (True, 101.5)
 
@@ -83,7 +83,7 @@ def test_events_are_sent_until_they_are_acknowledged_in_their_order() -> None:
 def test_a_view_is_kept_until_the_others_have_given_this_host_up() -> None:
     member = membership()
     assert not member.watched(Accepted())
-    assert member.watched(View(4, Wait()))
+    assert member.watched(View(4, Idle()))
     assert member.next_watch().seen == 4
     assert member.watched(Gone())
     assert member.gone(100.0) == "the others have given this host up"
@@ -128,17 +128,19 @@ def test_a_member_does_not_wait_for_its_deadline_when_the_coordinator_has_ended(
 
 def admitted(control: Control, name: str) -> HostMember:
     joined = Joined(name, name, 1)
-    joining = Join(joined, name.encode(), SETTINGS, elastic=True)
+    joining = JoinRequest(joined, name.encode(), SETTINGS, elastic=True)
     sent, answer = boottime(), control.ask(joining)
     assert isinstance(answer, Admitted)
-    return HostMember(control, Membership(joined, joining.nonce, answer.settings, sent))
+    return HostMember(control, HostMembership(joined, joining.nonce, answer.settings, sent))
 
 
 @contextlib.contextmanager
 def served() -> Iterator[tuple[Coordinator, Control, Relay]]:
     """Run a coordinator; yield a connection to it that leads through a relay."""
     key = mint()
-    coordinator = Coordinator(Join(Joined("", "", 0), b"", SETTINGS, elastic=True).state("job"))
+    coordinator = Coordinator(
+        JoinRequest(Joined("", "", 0), b"", SETTINGS, elastic=True).state("job")
+    )
     server = StoreServer(listen(resolve("127.0.0.1", 0)), key, board=coordinator)
     try:
         with Relay(server.port) as relay:
@@ -153,8 +155,8 @@ def served() -> Iterator[tuple[Coordinator, Control, Relay]]:
 
 def work(member: HostMember) -> None:
     """Take part in the first round, as soon as the state says so."""
-    member.tell(Expired("last call 0"))
-    while not isinstance(member.action(), Work):
+    member.report(Expired("last call 0"))
+    while not isinstance(member.action(), RunRound):
         assert select.select([member.fd], [], [], PATIENCE_S)[0]  # news wakes the agent
 
 
@@ -166,7 +168,7 @@ def test_connections_that_are_reset_are_opened_again_and_nothing_is_lost() -> No
         work(member)
         for times in range(9):
             worker = RankResult(rank=0, host="h", pid=times, exit=Exit(signal=9))
-            member.tell(Failed("one", 0, 0, worker, times))
+            member.report(Failed("one", 0, 0, worker, times))
             if times % 3 == 0:
                 until(lambda: relay.cut() > 0)
         until(lambda: coordinator.state.restarts == 9)

@@ -11,17 +11,17 @@ from dure.launch.agent.events import (
     Ended,
     Expired,
     Failed,
+    Idle,
+    JobOutcome,
     Joined,
     Leave,
     Left,
     Lost,
-    Outcome,
     Rejoin,
+    RunRound,
     Settings,
-    Wait,
-    Work,
 )
-from dure.launch.agent.state import JobState, Phase, assign_nodes
+from dure.launch.agent.state import JobPhase, JobState, assign_nodes
 from dure.launch.spec import Crash
 from tests.launch.agent.job_states import (
     apply,
@@ -66,10 +66,10 @@ def test_who_takes_part(here: str, before: str, members: str) -> None:
 def test_all_members_succeed_the_job_ends_well() -> None:
     state = state_of("ab")
     state.apply(Ended("a", 0, well=True))
-    assert state.action("a") == Wait()
+    assert state.action("a") == Idle()
     state.apply(Ended("b", 0, well=True))
-    assert state.outcome == Outcome(code=0)
-    assert state.action("a") == state.action("?") == Leave(Outcome(code=0))
+    assert state.outcome == JobOutcome(code=0)
+    assert state.action("a") == state.action("?") == Leave(JobOutcome(code=0))
 
 
 def test_a_failure_within_the_limit_starts_the_next_round_in_the_same_order() -> None:
@@ -95,7 +95,7 @@ def test_a_lost_host_costs_a_restart_and_a_host_that_comes_none() -> None:
     assert state.setback == "lost host-a (its launcher was killed)"
     assert (plan_of(state).members, state.restarts) == (("b", "c"), 1)
     state.apply(joined("d"))
-    assert state.phase is Phase.STOPPING  # for d came, and there is room
+    assert state.phase is JobPhase.STOPPING  # for d came, and there is room
     end(state)
     assert ready(state).members == ("b", "c", "d")
     assert (state.restarts, state.setback) == (1, "hosts came or left")
@@ -104,24 +104,24 @@ def test_a_lost_host_costs_a_restart_and_a_host_that_comes_none() -> None:
 def test_a_member_that_was_lost_after_it_had_succeeded_costs_nothing() -> None:
     state = state_of("ab")
     apply(state, Ended("b", 0, well=True), Lost("b"))
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
     state.apply(Ended("a", 0, well=True))
-    assert state.outcome == Outcome(code=0)
+    assert state.outcome == JobOutcome(code=0)
 
 
 def test_a_host_that_comes_when_some_have_succeeded_is_too_late() -> None:
     state = state_of("ab", max_hosts=3)
     apply(state, Ended("a", 0, well=True), joined("c"))
-    assert state.phase is Phase.RUNNING
+    assert state.phase is JobPhase.RUNNING
 
 
 def test_a_host_that_waits_after_a_loss_names_the_lost_host() -> None:
     state = state_of("ab", max_restarts=1, endpoint="a:1")
     apply(state, Lost("b", "its launcher was killed"), Ended("a", 0))
     waiting = state.action("a")
-    assert isinstance(waiting, Wait)
+    assert isinstance(waiting, Idle)
     lost = "lost host-b (its launcher was killed)"
-    assert waiting.line == f"{lost}; waiting at a:1 until 2 hosts are there (at most 600 s)"
+    assert waiting.line == f"{lost}; waiting at a:1 until 2 hosts have joined (at most 600 s)"
 
 
 # --- hosts that have no part ---------------------------------------------------------------------
@@ -140,16 +140,16 @@ def test_a_spare_or_duplicate_host_learns_why_it_waits(came: Joined, why: str) -
     ready(state)
     state.apply(came)
     action = state.action("c")
-    assert isinstance(action, Wait)
+    assert isinstance(action, Idle)
     assert action.line.startswith(why)
     for member in "ab":
-        assert isinstance(state.action(member), Work)
+        assert isinstance(state.action(member), RunRound)
 
 
 def test_a_host_that_is_let_in_is_not_told_that_it_is_a_spare() -> None:
     state = state_of("ab", min_hosts=1, max_hosts=3)
     state.apply(joined("c"))
-    assert (state.phase, state.action("c")) == (Phase.STOPPING, Wait())
+    assert (state.phase, state.action("c")) == (JobPhase.STOPPING, Idle())
     end(state)
     assert ready(state).members == ("a", "b", "c")
 
@@ -175,11 +175,11 @@ def test_a_host_that_leaves_ends_a_job_of_a_fixed_number(failed: bool) -> None:
 def test_a_host_that_leaves_is_waited_for_and_costs_no_restart(lost: bool) -> None:
     state = state_of("ab", min_hosts=1)
     apply(state, Left("b", 143), Ended("a", 0))
-    assert state.phase is Phase.STOPPING  # b's workers are still there
+    assert state.phase is JobPhase.STOPPING  # b's workers are still there
     state.apply(Lost("b") if lost else Ended("b", 0))
     assert (ready(state).members, state.agents, state.departing) == (("a",), ("a",), False)
     state.apply(Failed("a", 0, 0, result(0)))  # of the round before
-    assert (state.phase, state.restarts, state.failed) == (Phase.RUNNING, 0, False)
+    assert (state.phase, state.restarts, state.failed) == (JobPhase.RUNNING, 0, False)
 
 
 def test_a_spare_takes_the_place_of_a_host_that_leaves() -> None:
@@ -200,7 +200,7 @@ def test_who_coordinates_ends_the_job_and_a_spare_does_not(event: Left, code: in
 
 def test_before_the_first_round_a_host_may_leave_and_come_again() -> None:
     state = apply(JobState(Settings(min_hosts=2, max_hosts=2)), joined("a"), Left("a", 130))
-    assert (state.phase, state.action("a")) == (Phase.GATHERING, Rejoin())
+    assert (state.phase, state.action("a")) == (JobPhase.GATHERING, Rejoin())
     assert plan_of(apply(state, joined("b"), joined("c"))).members == ("b", "c")
 
 
@@ -213,7 +213,7 @@ def test_timers_of_another_gathering_mean_nothing() -> None:
     apply(state, Lost("b"), Ended("a", 0))
     for name in ("join 0", "last call 0", "last call 1", "join 2"):
         state.apply(Expired(name))
-        assert state.phase is Phase.GATHERING
+        assert state.phase is JobPhase.GATHERING
     assert timer(state) == ("join 1", 600.0)
     state.apply(Expired("join 1"))
     outcome = outcome_of(state)
@@ -223,7 +223,7 @@ def test_timers_of_another_gathering_mean_nothing() -> None:
 def timer(state: JobState) -> tuple[str, float]:
     """Return for what agents wait, and how long."""
     action = state.action(state.agents[0])
-    assert isinstance(action, Wait)
+    assert isinstance(action, Idle)
     return action.timer, action.after_s
 
 
@@ -234,7 +234,7 @@ def test_the_last_call_starts_the_first_round_and_takes_its_time() -> None:
     apply(state, Expired("join 0"), Failed("a", 0, 0, result(0)))
     assert (state.plan, state.failed) == (None, False)
     state.apply(Expired("last call 0"))
-    assert (state.phase, plan_of(state).number) == (Phase.RUNNING, 0)
+    assert (state.phase, plan_of(state).number) == (JobPhase.RUNNING, 0)
 
 
 def test_rounds_that_fail_early_are_followed_by_longer_and_longer_pauses() -> None:
@@ -245,12 +245,12 @@ def test_rounds_that_fail_early_are_followed_by_longer_and_longer_pauses() -> No
         if delay_s:
             assert timer(state) == (f"restart {number + 1}", delay_s)
             wait = state.action("a")
-            assert isinstance(wait, Wait)
+            assert isinstance(wait, Idle)
             assert wait.line.endswith(f"exit code 3; the next round starts in {delay_s} s")
             state.apply(Expired(f"restart {number + 1}"))
         assert ready(state).number == number + 1
         work = state.action("a")
-        assert isinstance(work, Work)
+        assert isinstance(work, RunRound)
         assert (work.delay_s, work.restarts) == (delay_s, number + 1)
     fail(state, "a")  # after some work
     end(state)

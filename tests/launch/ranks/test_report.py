@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dure.launch.ranks import child
-from dure.launch.ranks.report import ReportReader, Step, root_cause
-from dure.launch.spec import Crash, Exit, Frame, RankResult
+from dure.launch.ranks.report import ReportedStep, ReportReader, root_cause
+from dure.launch.spec import Crash, Exit, RankResult, StackFrame
 
 CHILD = child.__file__
 STACK = f"""Stack (most recent call first):
@@ -37,10 +37,10 @@ def test_reader_understands_stack_and_crash_however_cut(size: int) -> None:
     reader = ReportReader()
     for start in range(0, len(data), size):
         reader.feed(data[start : start + size])
-    assert reader.told
+    assert reader.answered
     assert reader.stack == (
-        Frame("/home/me/a b/train.py", 12, "step"),
-        Frame("/home/me/a b/train.py", 0, "<lambda>"),
+        StackFrame("/home/me/a b/train.py", 12, "step"),
+        StackFrame("/home/me/a b/train.py", 0, "<lambda>"),
     )
     assert reader.crash == Crash(type="E", message="é\n", traceback="t", peer=3)
 
@@ -51,9 +51,9 @@ def test_rank_whose_last_operation_failed_has_not_answered_until_it_reports_its_
     reader.feed(
         b'{"answers": true}\n{"last": "all_reduce #1, failed with PeerLost 0.1 s earlier"}\n'
     )
-    assert not reader.told
+    assert not reader.answered
     reader.feed(b'{"crash": {"type": "PeerLost", "message": "m", "traceback": "t"}}\n')
-    assert reader.told
+    assert reader.answered
 
 
 def test_frames_of_a_record_that_is_written_after_the_program_are_left_out() -> None:
@@ -66,7 +66,7 @@ def test_frames_of_a_record_that_is_written_after_the_program_are_left_out() -> 
   File "{CHILD}", line 200 in <module>
 """.encode()
     )
-    assert reader.told
+    assert reader.answered
     assert reader.stack == ()
     reader.feed(
         f"""Stack (most recent call first):
@@ -76,7 +76,7 @@ def test_frames_of_a_record_that_is_written_after_the_program_are_left_out() -> 
   ...
 """.encode()  # too deep
     )
-    assert reader.stack == (Frame("/home/me/train.py", 12, "<module>"),)
+    assert reader.stack == (StackFrame("/home/me/train.py", 12, "<module>"),)
 
 
 def test_reader_waits_for_the_last_operation_of_a_rank_that_tells_it() -> None:
@@ -85,11 +85,11 @@ def test_reader_waits_for_the_last_operation_of_a_rank_that_tells_it() -> None:
         b'{"answers": true}\n{"progress": {"step": 3, "total": 9, "values": {"loss": 1}}}\n'
     )
     reader.feed(STACK.encode())
-    assert not reader.told
+    assert not reader.answered
     reader.feed(b'{"last": "all_reduce #4"}\n')
-    assert reader.told
+    assert reader.answered
     assert reader.last == "all_reduce #4"
-    assert reader.step == Step(step=3, total=9, values={"loss": 1})
+    assert reader.step == ReportedStep(step=3, total=9, values={"loss": 1})
     assert not reader.elastic
     reader.feed(b'{"elastic": true}\n')
     assert reader.elastic and reader.crash is None

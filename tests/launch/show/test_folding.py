@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.launch.show import folding
-from dure.launch.show.folding import WINDOW_S, Entry, Folder, Prefixes, rank_set
+from dure.launch.show.folding import WINDOW_S, Entry, LineFolder, Prefixes, rank_set
 from dure.launch.spec import Stream
 
 RANKS = 4
@@ -31,7 +31,7 @@ class Unfolded:
                 if entry.ranks >> rank & 1:
                     self.text[rank, stream] += entry.text + b"\n"
 
-    def wait(self, folder: Folder, until: float) -> None:
+    def wait(self, folder: LineFolder, until: float) -> None:
         while (at := folder.wake_at) is not None and at <= until:
             self.take(folder.due(at), at)
 
@@ -51,7 +51,7 @@ _step = st.one_of(
 def test_unfolding_gives_back_every_rank_s_output_in_its_order(
     steps: list[tuple[int, Stream, list[bytes]] | float], full: int
 ) -> None:
-    folder, shown = Folder(range(RANKS)), Unfolded()
+    folder, shown = LineFolder(range(RANKS)), Unfolded()
     written: defaultdict[tuple[int, str], bytes] = defaultdict(bytes)
     now = 0.0
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +72,7 @@ def test_unfolding_gives_back_every_rank_s_output_in_its_order(
     assert shown.latest <= WINDOW_S + 1e-9
 
 
-def both(folder: Folder, lines: dict[int, list[bytes]], now: float = 0.0) -> list[Entry]:
+def both(folder: LineFolder, lines: dict[int, list[bytes]], now: float = 0.0) -> list[Entry]:
     found: list[Entry] = []
     for rank, text in lines.items():
         found += folder.put(rank, rank, "stdout", text, now)
@@ -84,7 +84,7 @@ def seen(entries: list[Entry]) -> list[tuple[int, bytes]]:
 
 
 def test_line_of_all_ranks_leaves_at_once_and_of_some_when_its_window_is_over() -> None:
-    folder = Folder(range(3))
+    folder = LineFolder(range(3))
     assert seen(both(folder, {0: [b"a"], 2: [b"a"], 1: [b"a"]})) == [(0b111, b"a")]
     assert folder.wake_at is None
     assert both(folder, {0: [b"a"], 2: [b"a"]}, now=5.0) == []
@@ -102,12 +102,12 @@ def test_line_of_all_ranks_leaves_at_once_and_of_some_when_its_window_is_over() 
 def test_lines_fold_one_by_one(
     lines: tuple[list[bytes], list[bytes]], shown: list[tuple[int, bytes]]
 ) -> None:
-    folder = Folder(range(2))
+    folder = LineFolder(range(2))
     assert seen(both(folder, dict(enumerate(lines))) + folder.flush()) == shown
 
 
 def test_flood_is_bounded_in_memory() -> None:
-    folder, waiting = Folder(range(2)), 0
+    folder, waiting = LineFolder(range(2)), 0
     for i in range(20):
         lines = [b"%d %d" % (i, j) for j in range(1000)]
         waiting += len(lines) - len(folder.put("p", 0, "stdout", lines, 0.0))

@@ -10,12 +10,12 @@ import pytest
 
 from dure.launch.ranks import child
 from dure.launch.show.summary import summary, where
-from dure.launch.spec import Crash, Exit, Frame, JobResult, RankResult
+from dure.launch.spec import Crash, Exit, JobResult, RankResult, StackFrame
 
 TRACE = 'Traceback\n  File "a.py", line {line}, in f\nValueError: rank {rank} of 4 is wrong'
 LOST = "Traceback\n  boom()\ndure.errors.PeerLost: rank 0 ended\na note on it"
 TERM = Exit(signal=15)
-USER = Frame("/home/me/train.py", 12, "step")
+USER = StackFrame("/home/me/train.py", 12, "step")
 
 
 def rank(number: int, exit: Exit = TERM, trace: str = "", **fields: Any) -> RankResult:
@@ -106,12 +106,12 @@ def test_a_rank_that_ended_well_is_not_where_it_was_when_it_was_last_asked() -> 
 
 
 def test_where_names_the_users_line_and_what_it_called() -> None:
-    library = Frame(json.__file__, 5, "loads")
+    library = StackFrame(json.__file__, 5, "loads")
     assert where((library, USER)).startswith("/home/me/train.py:12 in step (inside loads")
-    importer = Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed")
+    importer = StackFrame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed")
     for stack in ((USER,), (importer, USER)):
         assert where(stack) == "/home/me/train.py:12 in step"
-    package = Frame("/opt/lib/python3.11/site-packages/trainer/main.py", 9, "run")
+    package = StackFrame("/opt/lib/python3.11/site-packages/trainer/main.py", 9, "run")
     assert where((library, package, library)).startswith(str(package))
-    for without in ((), (library,), (Frame(child.__file__, 5, "main"), library)):
+    for without in ((), (library,), (StackFrame(child.__file__, 5, "main"), library)):
         assert where(without) == "in no line of the program (starting or ending)"

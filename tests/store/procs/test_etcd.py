@@ -11,7 +11,7 @@ import pytest
 
 from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout, UsageError
 from dure.store.etcd import MAX_ETCD_BYTES, EtcdStore
-from dure.store.etcd_gateway import Connection, EtcdOptions, Gateway
+from dure.store.etcd_gateway import EtcdConnection, EtcdOptions, Gateway
 from dure.store.etcd_requests import Json
 from tests.store.procs import etcd
 from tests.store.procs.relay import Relay
@@ -75,14 +75,14 @@ def test_a_write_that_arrives_late_does_nothing(
 ) -> None:
     """One that was on its way for so long that its writer has given it up and asked again."""
     sent: list[tuple[str, Json]] = []
-    ask = Connection.ask
+    ask = EtcdConnection.ask
 
-    def recording(self: Connection, path: str, body: Json, answer_s: float = 5.0) -> Json:
+    def recording(self: EtcdConnection, path: str, body: Json, answer_s: float = 5.0) -> Json:
         sent.append((path, body))
         return ask(self, path, body, answer_s)
 
     store = EtcdStore.from_url(f"etcd://{one.names}/late", TIMEOUT)
-    monkeypatch.setattr(Connection, "ask", recording)
+    monkeypatch.setattr(EtcdConnection, "ask", recording)
     store.set("k", "1")
     late = sent[-1]
     store.set("k", "2")

@@ -20,7 +20,7 @@ from dure.store.key import mint
 from dure.store.listener import Listener, listen
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
-from dure.store.wire import Request, pack
+from dure.store.wire import StoreRequest, pack
 from tests.store.conftest import TIMEOUT
 from tests.store.procs.wire_tools import (
     JUNK,
@@ -116,7 +116,7 @@ def test_a_peer_without_the_clients_key_is_refused(
     public, own = key.pair("store server").public, mint().pair("store client")
     keys = (public, own) if mechanism == "CURVE" else (None, None)
     with peer(server.port, new_source(), *keys, plain=mechanism == "PLAIN") as stranger:
-        stranger.send(pack(Request("list")), zmq.NOBLOCK)
+        stranger.send(pack(StoreRequest("list")), zmq.NOBLOCK)
         reason = refused()
         assert mechanism != "CURVE" or "another job key" in reason
         assert not stranger.poll(0)
@@ -186,7 +186,7 @@ def test_malformed_requests_of_a_member_are_refused(
     with member(server.port, new_source(), key) as rogue:
         rogue.send(message)
         assert msgspec.msgpack.decode(rogue.recv())[0] == "error"
-        rogue.send(pack(Request("check")))
+        rogue.send(pack(StoreRequest("check")))
         assert msgspec.msgpack.decode(rogue.recv())[0] == "ok"
 
 

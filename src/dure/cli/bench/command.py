@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal  # Any: what rank 0 reports
+from typing import Annotated, Any, Literal  # Any: rank 0's report
 
 import msgspec
 import psutil
@@ -20,8 +20,8 @@ import typer
 from dure.cli.bench.operations import (
     DTYPES,
     OPERATIONS,
+    BenchPlan,
     Cell,
-    Plan,
     show_size,
     show_time,
 )
@@ -32,7 +32,7 @@ from dure.errors import UsageError
 _MOST_RANKS = 4
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"([1-9]\d*)([KMG]?)", re.IGNORECASE)
-_BUFFERS = 4.5  # per rank: source, target, what is expected, its parts, a byte per element
+_BUFFERS = 4.5  # per rank: source, target, expected values, their parts, a byte per element
 _ROW = "{:>9} {:>10} {:>8} {:>4} {:>11} {:>11} {:>7}"
 _HEADS = ("size", "count", "time", "±", "algbw GB/s", "busbw GB/s", "#wrong")
 
@@ -52,7 +52,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure collectives on this machine: time, bandwidth, checked results."""
-    plan = Plan(
+    plan = BenchPlan(
         backend=backend,
         ops=names_in(op, "operation", OPERATIONS),
         dtypes=names_in(dtype, "dtype", DTYPES),

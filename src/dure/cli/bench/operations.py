@@ -1,11 +1,11 @@
 """The operations that are measured, and how their bytes are counted: as in nccl-tests.
 
 - The *size* is the largest buffer of the operation on one rank: the tensor of all_reduce,
-  broadcast, reduce and sendrecv, the gathered tensor of all_gather and gather, the whole input of
+  broadcast, reduce and sendrecv, the gathered tensor of all_gather and gather, the full input of
   reduce_scatter, scatter and all_to_all. The latter five are *divided*: a part for each rank.
 - *Algorithm bandwidth* is size / time. *Bus bandwidth* multiplies it by what a link must carry at
   least for each byte of size, in a group of n ranks: a figure that can be held against the speed
-  of the hardware, whatever n is.
+  of the hardware for any n.
 - sendrecv is a message from rank 0 to rank 1 and one back; its time is half of the round trip.
 """
 
@@ -22,20 +22,20 @@ DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32",
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class BenchOperation:
     """How an operation is counted: whether its buffer has a part for each rank (`divided`)."""
 
-    bus: Literal["twice", "others", "whole", "none"]
+    bus: Literal["twice", "others", "all", "none"]
     divided: bool = False
     reduces: bool = False
 
     def bus_factor(self, ranks: int) -> float:
         """Return the bytes a link carries for each byte of size, in a group of `ranks`."""
         others = (ranks - 1) / ranks
-        return {"twice": 2 * others, "others": others, "whole": 1.0, "none": 0.0}[self.bus]
+        return {"twice": 2 * others, "others": others, "all": 1.0, "none": 0.0}[self.bus]
 
     def elements(self, num_bytes: int, item_bytes: int, ranks: int) -> int:
-        """Return how many elements stand for `num_bytes`: at least one, of each rank if divided."""
+        """Return how many elements have `num_bytes`: at least one, of each rank if divided."""
         if self.bus == "none":
             return 0
         count = max(1, num_bytes // item_bytes)
@@ -43,21 +43,21 @@ class Operation:
 
 
 OPERATIONS = {
-    "all_reduce": Operation("twice", reduces=True),
-    "broadcast": Operation("whole"),
-    "reduce": Operation("whole", reduces=True),
-    "all_gather": Operation("others", divided=True),
-    "reduce_scatter": Operation("others", divided=True, reduces=True),
-    "all_to_all": Operation("others", divided=True),
-    "gather": Operation("others", divided=True),
-    "scatter": Operation("others", divided=True),
-    "sendrecv": Operation("whole"),
-    "barrier": Operation("none"),
+    "all_reduce": BenchOperation("twice", reduces=True),
+    "broadcast": BenchOperation("all"),
+    "reduce": BenchOperation("all", reduces=True),
+    "all_gather": BenchOperation("others", divided=True),
+    "reduce_scatter": BenchOperation("others", divided=True, reduces=True),
+    "all_to_all": BenchOperation("others", divided=True),
+    "gather": BenchOperation("others", divided=True),
+    "scatter": BenchOperation("others", divided=True),
+    "sendrecv": BenchOperation("all"),
+    "barrier": BenchOperation("none"),
 }
 """Every operation by its name in the API, in the order in which `--op all` measures them."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured; the options of `dure bench` say what each field means."""
 
     backend: str

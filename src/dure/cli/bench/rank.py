@@ -1,7 +1,7 @@
 """What a rank of `dure bench` runs: operations at each size, checked and timed; rank 0 reports.
 
 Every operation runs on fresh values before the samples and once more after them, and each element
-is compared with what it must be. Values are whole numbers that every element type holds exactly,
+is compared with its expected value. Values are integers that every element type holds exactly,
 and so are their sums:
 
 - *moved*: element i of rank r's buffer is 1 + (i + 17 r) mod 113.
@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 import dure
-from dure.cli.bench.operations import OPERATIONS, Plan
+from dure.cli.bench.operations import OPERATIONS, BenchPlan
 
 _WARM_UP = 0.3
 _MAX_REPEATS = 50_000
@@ -106,7 +106,7 @@ def operation(case: Case, a: torch.Tensor, b: torch.Tensor) -> Run:
     return runs[case.op]
 
 
-def measured(case: Case, plan: Plan) -> tuple[list[float], int]:
+def measured(case: Case, plan: BenchPlan) -> tuple[list[float], int]:
     """Return the seconds of each sample, of its slowest rank, and the number of wrong elements."""
     op, n, count = case.op, case.size, case.count
     part = count // n
@@ -158,7 +158,7 @@ def _fill(seconds: float, one_s: float) -> int:
 
 def main() -> None:
     """Measure all of the plan that the command line has as JSON."""
-    plan = msgspec.json.decode(sys.argv[1], type=Plan)
+    plan = msgspec.json.decode(sys.argv[1], type=BenchPlan)
     torch.set_num_threads(1)
     dure.init_process_group(plan.backend)
     rank, n = dure.get_rank(), dure.get_world_size()

@@ -1,6 +1,6 @@
 """The command `dure demo`: one rank, then several, on the same images.
 
-Both jobs run `train`; what rank 0 reports becomes a `Run` (`results`). Mistakes of the user are a
+Both jobs run `train`; rank 0's report becomes a `Run` (`results`). Mistakes of the user are a
 `UsageError`, found before anything is started if possible.
 """
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import accumulate
-from typing import Any  # Any: what a rank reports as JSON
+from typing import Any  # Any: a rank's report as JSON
 
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +37,7 @@ class Run:
 
     Attributes:
         batch_size: Images per step, of all ranks together.
-        facts: What is trained on what; empty until the first step.
+        facts: Model, data and backend; empty until the first step.
         losses: The loss of each step.
         phases: The seconds of each step's `PHASES`, which add up to the step.
         accuracy: After the last epoch, from 0 to 1.
@@ -105,7 +105,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def report(runs: Sequence[Run], command: str) -> str:
-    """Return the report as HTML: the table, what was run where, and the losses as a chart."""
+    """Return the report as HTML: the table, facts about run and machine, a chart of the losses."""
     when = time.strftime("%Y-%m-%d %H:%M")
     facts = {"Command": command, "Time": when, **runs[0].facts, **dict(machine())}
     page = Console(record=True, file=io.StringIO(), width=100, highlight=False)

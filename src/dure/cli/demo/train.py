@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any  # Any: what goes into JSON
+from typing import Any  # Any: values of JSON
 
 import torch
 import torch.nn.functional as F

@@ -1,1 +1,1 @@
-"""The doctor: what is wrong with this machine, in plain words, and what to do about it."""
+"""The doctor: finds faults of this machine, and advises how to mend them."""

@@ -1,7 +1,7 @@
 """The checks of `dure doctor`: each reads something of this machine, and judges it.
 
 A check changes nothing, and yields what it found. The last ones start ranks with `dure run`, which
-also ends them, whatever happens.
+always ends them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enum import Enum
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple  # Any: what a rank reports as JSON
+from typing import Any, NamedTuple  # Any: a rank's report as JSON
 
 import psutil
 
@@ -299,7 +299,7 @@ def leftovers() -> Findings:
         yield fine("leftovers", "none")
 
 
-class Gpu(NamedTuple):
+class GpuStatus(NamedTuple):
     """One card as nvidia-smi shows it; memory in MiB."""
 
     number: str
@@ -309,7 +309,7 @@ class Gpu(NamedTuple):
     used_mib: int
 
 
-def nvidia_cards() -> tuple[list[Gpu], str]:
+def nvidia_cards() -> tuple[list[GpuStatus], str]:
     """Return the cards that nvidia-smi shows, and its error if it is installed and fails."""
     if shutil.which("nvidia-smi") is None:
         return [], ""
@@ -321,10 +321,10 @@ def nvidia_cards() -> tuple[list[Gpu], str]:
         return [], str(error)
     if done.returncode != 0:
         return [], (done.stdout + done.stderr).strip()
-    cards: list[Gpu] = []
+    cards: list[GpuStatus] = []
     for number, name, driver, *sizes in csv.reader(done.stdout.splitlines(), skipinitialspace=True):
         total, used = (int(text) if text.isdigit() else 0 for text in sizes)
-        cards.append(Gpu(number, name, driver, total, used))
+        cards.append(GpuStatus(number, name, driver, total, used))
     return cards, ""
 
 
@@ -332,7 +332,7 @@ def gpus(torch: Mapping[str, Any]) -> Findings:
     """Compare the driver's view of GPUs with that of torch.
 
     Args:
-        torch: What a rank reported: `torch`, `cuda`, `gpus`; empty if none did.
+        torch: A rank's report: `torch`, `cuda`, `gpus`; empty if none did.
     """
     cards, error = nvidia_cards()
     seen: list[str] = torch.get("gpus", [])

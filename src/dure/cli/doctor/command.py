@@ -54,7 +54,7 @@ def doctor(
         typer.Option(help="With --report: a folder with traces or error files of the job."),
     ] = None,
 ) -> None:
-    """Check this machine: what is wrong, and what to do about it."""
+    """Check this machine, and advise how to mend faults."""
     if traces is not None and not as_report:
         raise UsageError("--traces has no effect without --report")
     if ssh_option and hosts is None:

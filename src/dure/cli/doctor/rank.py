@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from datetime import timedelta
-from typing import Any  # Any: what JSON holds
+from typing import Any  # Any: values of JSON
 
 import torch
 

@@ -1,6 +1,6 @@
-"""`dure doctor --report`: what belongs into a bug report, as Markdown, without secrets.
+"""`dure doctor --report`: the contents of a bug report, as Markdown, without secrets.
 
-Each part is made by itself: one that fails says so, and the others are there. At last everything
+Each part is made by itself: one that fails says so, and the others are complete. At last everything
 that may be a secret is replaced in the text (`without_secrets`), wherever it came from: values of
 variables whose names look like a secret's, passwords in URLs, keys and tokens.
 """
@@ -77,7 +77,7 @@ def report(findings: Sequence[Finding], traces: Path | None = None) -> str:
     """Return the report.
 
     Args:
-        findings: What the doctor found.
+        findings: The doctor's findings.
         traces: A folder with flight records or error files of a job.
 
     Raises:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dure import env
 from dure.cli.run.flags import run_parser
-from dure.cli.run.request import Request, make_request
+from dure.cli.run.request import RunRequest, make_request
 from dure.errorfile import RecordedError, write_error
 from dure.errors import StoreError, UsageError
 from dure.launch import JobResult, JobSpec, run_job
@@ -90,7 +90,7 @@ def _found(chosen: Mapping[str, object]) -> dict[str, object]:
     return values
 
 
-def _with_key(request: Request) -> JobSpec:
+def _with_key(request: RunRequest) -> JobSpec:
     if request.key_stdin:
         return dataclasses.replace(request.spec, key=_key_line())
     if request.key_file is None:
@@ -104,7 +104,7 @@ def _with_key(request: Request) -> JobSpec:
     return dataclasses.replace(request.spec, key=key.raw)
 
 
-def prepared_spec(request: Request) -> JobSpec:
+def prepared_spec(request: RunRequest) -> JobSpec:
     """Fill in the key, and a directory for files if one is needed."""
     spec = _with_key(request)
     files = spec.redirects or spec.tee or spec.stdout_filters or spec.stderr_filters

@@ -121,7 +121,7 @@ _torchrun("--node-rank N", "Number of this host, for the static backend.", value
 _torchrun("--master-addr HOST", "The host of rank 0, for the static backend. [default: 127.0.0.1]")
 _torchrun(
     "--master-port PORT",
-    "With one host, what ranks find as MASTER_PORT; with several, the port of the endpoint. "
+    "With one host, MASTER_PORT of the ranks; with several, the port of the endpoint. "
     "[default: a free one; with several hosts 29500]",
     values.port,
 )
@@ -131,7 +131,7 @@ _torchrun("--standalone", "Use this host alone, and ignore the --rdzv flags.")
 _parser.start_group("Failures and restarts")
 _torchrun(
     "--max-restarts N",
-    "How often the program may be restarted, counted for the whole job. [default: 0]",
+    "How often the program may be restarted, counted over all hosts. [default: 0]",
     values.count,
 )
 _add("--elastic", "The program survives deaths (dure.elastic): replace dead ranks only.")

@@ -8,7 +8,7 @@ import sys
 import uuid
 
 from dure import env
-from dure.cli.run.request import Request, address
+from dure.cli.run.request import RunRequest, address
 from dure.errors import UsageError
 from dure.launch.clusters.commands import HostsJob, shown_command
 from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
@@ -28,7 +28,7 @@ _OF_THE_SSH_LAUNCHER = frozenset(
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def start_elsewhere(request: Request) -> int:
+def start_elsewhere(request: RunRequest) -> int:
     """Start the job on its hosts, or only show how; return the exit code.
 
     Raises:
@@ -46,7 +46,7 @@ def start_elsewhere(request: Request) -> int:
     return 0
 
 
-def _hosts_job(request: Request) -> HostsJob:
+def _hosts_job(request: RunRequest) -> HostsJob:
     spec = request.spec
     hosts = _hosts(request)
     run_id = spec.run_id or f"dure-{uuid.uuid4().hex[:12]}"
@@ -72,7 +72,7 @@ def _hosts_job(request: Request) -> HostsJob:
     )
 
 
-def _hosts(request: Request) -> tuple[Slots, ...]:
+def _hosts(request: RunRequest) -> tuple[Slots, ...]:
     if request.hosts is not None:
         return read_hosts(request.hosts)
     if request.hostfile is not None:
@@ -80,13 +80,13 @@ def _hosts(request: Request) -> tuple[Slots, ...]:
     return (Slots(host="localhost"),)
 
 
-def _endpoint(request: Request, hosts: tuple[Slots, ...], run_id: str) -> str:
+def _endpoint(request: RunRequest, hosts: tuple[Slots, ...], run_id: str) -> str:
     host = meeting_host([slots.host for slots in hosts], tuple(request.ssh_options))
     port = request.spec.master_port or derived_port(run_id)
     return address(host, port)
 
 
-def _exports(request: Request) -> dict[str, str]:
+def _exports(request: RunRequest) -> dict[str, str]:
     """Return the variables of -x; a name alone means this process's value."""
     environ = env.everything()
     exports: dict[str, str] = {}

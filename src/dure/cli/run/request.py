@@ -42,7 +42,7 @@ _PLAIN = frozenset(field.name for field in fields(JobSpec)) - _OF_RENDEZVOUS - {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RunRequest:
     """The job on this host, and the values of flags that say where and how it is started.
 
     `flags` are those that were written, to pass on to other hosts: names, and words. `set_by_user`
@@ -64,14 +64,14 @@ class Request:
     set_by_user: frozenset[str] = frozenset()
 
 
-_OF_REQUEST = frozenset(field.name for field in fields(Request)) - {"flags"}
+_OF_REQUEST = frozenset(field.name for field in fields(RunRequest)) - {"flags"}
 
 
 def make_request(
     given: Given,
     variables: Mapping[str, object] | None = None,
     found: Mapping[str, object] | None = None,
-) -> Request:
+) -> RunRequest:
     """Make a request of the command line, the variables, and what was found of a cluster.
 
     The mappings are by the flags' names.
@@ -101,7 +101,7 @@ def make_request(
         **{name: value for name, value in values.items() if name in _PLAIN},
     )
     ours = {name: value for name, value in values.items() if name in _OF_REQUEST}
-    return Request(spec=spec, flags=given.flags, set_by_user=frozenset(chosen), **ours)
+    return RunRequest(spec=spec, flags=given.flags, set_by_user=frozenset(chosen), **ours)
 
 
 def _check_combinations(chosen: Mapping[str, object], given: Mapping[str, object]) -> None:

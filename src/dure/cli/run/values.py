@@ -22,7 +22,7 @@ _SIZES = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
 def count(text: str) -> int:
-    """Read a whole number from 0 up."""
+    """Read an integer from 0 up."""
     if int(text) < 0:
         raise ValueError
     return int(text)

@@ -5,15 +5,15 @@ knows no more of the job than that:
 
     action    does                                          reports
     ------    ----                                          -------
-    Wait      nothing, until there is news                  Expired, if a timer runs out
+    Idle      nothing, until there is news                  Expired, if a timer runs out
     Work      starts its ranks and watches them             Failed, Finished, Ended
     Stop      ends its ranks, and all that they started     Ended
     Rejoin    ends its ranks, joins under another name      Joined
     Leave     returns the job's result                      Left
 
-While ranks run, their loop calls the agent after each event (`_attend`), and it looks at its action
-then. What a rank's failure means is decided in the state alone; the agent reports it, and then does
-its action.
+While ranks run, their loop calls the agent after each event (`_attend`), which looks up its current
+action. The state alone decides what follows from a rank's failure; the agent reports it, and
+carries out its action.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dure.launch.agent.events import (
     Expired,
     Failed,
     Finished,
+    Idle,
+    JobOutcome,
     Leave,
     Left,
-    Outcome,
     Rejoin,
+    RunRound,
     Stop,
-    Wait,
-    Work,
 )
 from dure.launch.agent.link import Link
 from dure.launch.agent.membership import HostMember, boottime
@@ -47,7 +47,7 @@ from dure.launch.ranks.ports import reserve_port
 from dure.launch.round import RoundRun, Workplace
 from dure.launch.signals import Interrupted, first_of
 from dure.launch.spec import RankResult
-from dure.launch.supervisor import Measure, Phase, Policy
+from dure.launch.supervisor import Measure, Policy, RoundPhase
 
 __all__ = ["Agent"]
 
@@ -85,7 +85,7 @@ class Agent:
         self._port = 0  # kept for rank 0, if that is here
         self._began = 0.0  # when the present round did, by the monotonic clock
 
-    def work(self) -> Outcome:
+    def work(self) -> JobOutcome:
         """Take part in the job until it is over, for this host at least."""
         keeper, port = reserve_port()
         self._port = self._place.spec.master_port or port
@@ -98,16 +98,16 @@ class Agent:
                         self._say("the job has ended; this host had no part in it")
                     return action.outcome
                 if self.interrupted_by is not None and isinstance(action, Rejoin):
-                    return Outcome(code=128 + self.interrupted_by, ranks=self.ranks)
+                    return JobOutcome(code=128 + self.interrupted_by, ranks=self.ranks)
                 self._do(action)
         except Interrupted as error:
             self.interrupted_by = self.interrupted_by or error.number
-            return Outcome(code=128 + self.interrupted_by, ranks=self.ranks)
+            return JobOutcome(code=128 + self.interrupted_by, ranks=self.ranks)
         except BaseException as error:
             if self._member is not None and not self._member.gone:
                 coordinates = self._link.endpoint.coordinates
                 why = f"{self._place.host} cannot continue: {error}"
-                self._me.tell(Left(self._me.agent, 1, why, ends_job=coordinates))
+                self._me.report(Left(self._me.agent, 1, why, ends_job=coordinates))
             raise
         finally:
             keeper.close()
@@ -132,10 +132,10 @@ class Agent:
         if self._me.gone:
             return run.supervisor.fence(now)
         action = self._action()
-        if isinstance(action, Work) and action.round.number == run.round.number:
+        if isinstance(action, RunRound) and action.round.number == run.round.number:
             self._replace(run, action)
             return []
-        if run.supervisor.phase is not Phase.RUNNING:
+        if run.supervisor.phase is not RoundPhase.RUNNING:
             return []
         if not isinstance(action, Stop):
             return run.supervisor.stop(now)
@@ -157,17 +157,17 @@ class Agent:
         action = self._me.action()
         if self._me.gone:
             return Rejoin()
-        for name, line in action.notes if isinstance(action, Work) else ():
+        for name, line in action.notes if isinstance(action, RunRound) else ():
             self._say_once(name, line)
         return action
 
     def _do(self, action: Action) -> None:
         match action:
-            case Wait():
+            case Idle():
                 self._wait(action)
-            case Work() if f"ended {action.round.number}" in self._reported:
+            case RunRound() if f"ended {action.round.number}" in self._reported:
                 self._sleep()  # the state does not know that yet
-            case Work():
+            case RunRound():
                 self._run_round(action)
             case Stop():
                 ended = Ended(self._me.agent, action.round)
@@ -179,7 +179,7 @@ class Agent:
             case Leave():
                 pass  # `work` returns
 
-    def _run_round(self, action: Work) -> None:
+    def _run_round(self, action: RunRound) -> None:
         number, layout = action.round.number, action.round
         self.node = layout.node
         if number > 0:
@@ -230,7 +230,7 @@ class Agent:
             early = time.monotonic() - self._began < SHORT_ROUND_S
             failed = Failed(self._me.agent, number, local, run.result(local), early=early)
             self._report_once(f"failed {number}", failed, wait=False)
-        if self._held and supervisor.phase is Phase.RUNNING:
+        if self._held and supervisor.phase is RoundPhase.RUNNING:
             self._report_ends(run)
         if supervisor.interrupted_by is not None and self.interrupted_by is None:
             self._leave(supervisor.interrupted_by)
@@ -246,7 +246,7 @@ class Agent:
                 event = Failed(self._me.agent, number, local, run.result(local), times)
             self._report_once(f"end {local} {times}", event, wait=False)
 
-    def _replace(self, run: RoundRun, action: Work) -> None:
+    def _replace(self, run: RoundRun, action: RunRound) -> None:
         """Start the replacements that are due for ranks that have ended."""
         for due in action.replaced:
             local = due.local_rank
@@ -259,7 +259,7 @@ class Agent:
         why, coordinates = f"asked to end on {self._place.host}", self._link.endpoint.coordinates
         if coordinates:
             why += ", which coordinates the job"
-        self._me.tell(Left(self._me.agent, 128 + number, why, ends_job=coordinates))
+        self._me.report(Left(self._me.agent, 128 + number, why, ends_job=coordinates))
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -267,11 +267,11 @@ class Agent:
         """Report an event; with `wait`, if that was done already, wait for what follows from it."""
         if what not in self._reported:
             self._reported.add(what)
-            self._me.tell(event)
+            self._me.report(event)
         elif wait:
             self._sleep()
 
-    def _wait(self, action: Wait) -> None:
+    def _wait(self, action: Idle) -> None:
         """Wait for news, or until the action's timer runs out; show its line if that takes long."""
         now = time.monotonic()
         if action.timer != self._timer or not action.timer:
@@ -285,7 +285,7 @@ class Agent:
             return
         # It changes nothing if a host came in the meantime; should that one be lost, the same time
         # runs once more.
-        self._me.tell(Expired(action.timer))
+        self._me.report(Expired(action.timer))
         self._sleep(now + _AGAIN_S)
         self._since = time.monotonic()
 

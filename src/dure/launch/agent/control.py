@@ -17,7 +17,7 @@ from dure.launch.agent.messages import (
 from dure.store.key import JobKey
 from dure.store.network import NetworkStore
 from dure.store.silence import silence_s
-from dure.store.wire import Request
+from dure.store.wire import StoreRequest
 
 __all__ = ["CoordinatorClient", "open_control"]
 
@@ -43,7 +43,7 @@ class CoordinatorClient(NetworkStore):
             raise other_build(self._other_build)
 
     def ask(self, message: Message, timeout_s: float = 0.0) -> Answer:
-        request = Request("control", values=(pack(message),), timeout_s=timeout_s)
+        request = StoreRequest("control", values=(pack(message),), timeout_s=timeout_s)
         reply = self._answered(request, timeout_s or self.timeout.total_seconds())
         if reply is None:
             raise StoreTimeout(f"{self._named} did not answer", op="control", keys=())

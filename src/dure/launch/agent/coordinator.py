@@ -2,9 +2,8 @@
 
 It runs in the launcher at the endpoint, in the thread of the control server (`StoreServer`), and
 does no input or output itself: requests in, answers out. Agents send events, and the coordinator
-applies them in the order in which they arrive. An agent's `Watch` is answered when its own action
-changes, so an event costs messages to those agents only that have something else to do because of
-it.
+applies them in the order in which they arrive. An agent's `WatchRequest` is answered when its own
+action changes, so an event costs messages to only those agents whose action it changes.
 
 **Leases.** A member's lease ends `lease + margin` after its last renewal was *received*. Its own
 deadline is when that renewal was *sent*, plus the lease, so its ranks are dead before it is given
@@ -26,21 +25,21 @@ from dure.launch.agent.messages import (
     Admitted,
     Answer,
     Gone,
-    Join,
-    Leave,
+    Heartbeat,
+    JoinRequest,
+    LeaveRequest,
     Message,
     NoJob,
-    Tell,
     View,
-    Watch,
+    WatchRequest,
     pack,
     read_message,
     why_other_flags,
 )
-from dure.launch.agent.state import JobState, Phase
+from dure.launch.agent.state import JobPhase, JobState
 from dure.store.board import Answer as ClientAnswer
 from dure.store.board import Board
-from dure.store.wire import Reply, Request
+from dure.store.wire import Reply, StoreRequest
 
 __all__ = ["Coordinator"]
 
@@ -49,7 +48,7 @@ _FORMER = 1000
 
 
 @dataclass(slots=True)
-class _Member:
+class _MemberLease:
     """One agent.
 
     Attributes:
@@ -66,10 +65,10 @@ class _Member:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parked:
-    """A `Watch` that waits, until `due`."""
+class _ParkedWatch:
+    """A `WatchRequest` that waits, until `due`."""
 
-    watch: Watch
+    watch: WatchRequest
     due: float
 
 
@@ -78,12 +77,12 @@ class Coordinator(Board):
 
     Args:
         state: Of a job that begins.
-        name: What tells this server from others at the same address.
+        name: Identifies this server among others at the same address.
 
     Attributes:
         is_left: Set while no agent is a member.
 
-    Threads: the server's alone, but for `is_left`.
+    Threads: the server's alone, except `is_left`.
     """
 
     def __init__(self, state: JobState, name: bytes = b"") -> None:
@@ -91,14 +90,14 @@ class Coordinator(Board):
         self.state = state
         self.is_left = threading.Event()
         self.is_left.set()
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, _MemberLease] = {}
         self._former: deque[str] = deque(maxlen=_FORMER)  # no name is used again
         self._affected: set[str] = set()  # members whose action may be another one
-        self._watches: dict[bytes, _Parked] = {}  # by connection
+        self._watches: dict[bytes, _ParkedWatch] = {}  # by connection
 
     # --- as a board of the server --------------------------------------------------------------
 
-    def handle(self, client: bytes, request: Request, now: float) -> list[ClientAnswer]:
+    def handle(self, client: bytes, request: StoreRequest, now: float) -> list[ClientAnswer]:
         if request.op == "check" and not request.keys:  # the first request of every connection
             return super().handle(client, request, now)
         if request.op != "control" or len(request.values) != 1:
@@ -148,29 +147,29 @@ class Coordinator(Board):
         Args:
             client: The connection.
             message: The request.
-            timeout_s: How long a `Watch` waits.
+            timeout_s: How long a `WatchRequest` waits.
             now: The time.
         """
-        if isinstance(message, Join):
+        if isinstance(message, JoinRequest):
             return self._join(message, now)
         member = self._members.get(message.agent)
         if member is None or member.nonce != message.nonce:
             return Gone()
         match message:
-            case Tell():
+            case Heartbeat():
                 member.ends = self._lease_end(now)
                 for event in message.events:
                     self._apply(event)
-            case Watch():
-                self._watches[client] = _Parked(message, now + timeout_s)
+            case WatchRequest():
+                self._watches[client] = _ParkedWatch(message, now + timeout_s)
                 return None
-            case Leave():
+            case LeaveRequest():
                 self._give_up(message.agent, message.why)
         return Accepted()
 
-    def _join(self, message: Join, now: float) -> Answer:
+    def _join(self, message: JoinRequest, now: float) -> Answer:
         agent, former = message.joined.agent, message.former
-        if self.state.phase is Phase.OVER and not former:
+        if self.state.phase is JobPhase.OVER and not former:
             return NoJob()
         if agent not in self._members:
             if agent in self._former:  # an old request, which was late
@@ -180,7 +179,7 @@ class Coordinator(Board):
                 return refusal
             if former in self._members:
                 self._give_up(former, "it was cut off, and has come back")
-            self._members[agent] = _Member(message.nonce, now)
+            self._members[agent] = _MemberLease(message.nonce, now)
             self.is_left.clear()
             self._apply(message.joined)
         self._members[agent].ends = self._lease_end(now)
@@ -208,14 +207,14 @@ class Coordinator(Board):
 
     # --- views -----------------------------------------------------------------------------------
 
-    def _update(self, agent: str, member: _Member) -> None:
+    def _update(self, agent: str, member: _MemberLease) -> None:
         action = self.state.action(agent)
         if action != member.action:
             member.action = action
             member.revision += 1
 
-    def _watched(self, parked: _Parked, now: float) -> Answer | None:
-        """Return the answer to a `Watch`; None if it still has to wait."""
+    def _watched(self, parked: _ParkedWatch, now: float) -> Answer | None:
+        """Return the answer to a `WatchRequest`; None if it still has to wait."""
         member = self._members.get(parked.watch.agent)
         if member is None or member.action is None:
             return Gone()

@@ -20,16 +20,16 @@ from dure.launch.agent.events import (
     Ended,
     Failed,
     Finished,
+    JobOutcome,
     Joined,
     Left,
     Lost,
     OfRound,
-    Outcome,
-    Plan,
     Replacement,
-    Work,
+    RoundPlan,
+    RunRound,
 )
-from dure.launch.agent.state import JobState, Phase
+from dure.launch.agent.state import JobPhase, JobState
 
 __all__ = ["ElasticState"]
 
@@ -54,7 +54,7 @@ class ElasticState(JobState, tag="elastic"):
 
     def action(self, agent: str) -> Action:
         action = super().action(agent)
-        if not isinstance(action, Work):
+        if not isinstance(action, RunRound):
             return action
         mine = [due for (owner, _), due in self._replaced.items() if owner == agent]
         replaced = tuple(sorted(mine, key=lambda due: due.local_rank))
@@ -84,7 +84,7 @@ class ElasticState(JobState, tag="elastic"):
         if slot not in self._alive or event.times != times:
             return
         self._faults.report(event.worker, failed=True)
-        ending = self.phase is not Phase.RUNNING or self._finished
+        ending = self.phase is not JobPhase.RUNNING or self._finished
         if ending or self.restarts >= self.settings.max_restarts:
             self._alive.discard(slot)
             return
@@ -100,7 +100,7 @@ class ElasticState(JobState, tag="elastic"):
     def _gone(self, event: Left | Lost) -> None:
         lost = self._agents.get(event.agent)
         if isinstance(event, Lost) and lost is not None:
-            note = f"lost {lost.host} ({event.why}); the others go on"
+            note = f"lost {lost.host} ({event.why}); the others continue"
             self._notes = (*self._notes, (event.agent, note))[-_NOTES:]
         super()._gone(event)
 
@@ -108,12 +108,12 @@ class ElasticState(JobState, tag="elastic"):
         here = self._agents.keys() - self._leaving
         self._alive = {slot for slot in self._alive if slot[0] in here}
         if self._dismissed is not None:
-            self.phase = Phase.STOPPING
+            self.phase = JobPhase.STOPPING
             return
         self._let_in()
         too_few = not self._finished and len(self._alive) < self.settings.min_ranks
         if too_few or not self._alive:
-            self.phase = Phase.STOPPING
+            self.phase = JobPhase.STOPPING
 
     def _let_in(self) -> None:
         """Add the agents that have come, as far as there is room."""
@@ -123,14 +123,14 @@ class ElasticState(JobState, tag="elastic"):
         for joined in self._agents.values():
             here = [agent for agent in plan.members if agent in self._agents]
             if joined.agent not in plan.members and len(here) < self.settings.max_hosts:
-                plan = Plan(plan.number, (*plan.joined, joined))
+                plan = RoundPlan(plan.number, (*plan.joined, joined))
                 self._welcome(joined)
         self.plan = plan
 
     def _round_closed(self) -> None:
         if self._dismissed is not None:
-            self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
+            self._end(JobOutcome(code=self._dismissed.code, why=self._dismissed.why))
         elif self._finished:
-            self._end(Outcome(code=0, failure=self._faults.root_cause()))
+            self._end(JobOutcome(code=0, failure=self._faults.root_cause()))
         else:
             self._end(self._defeat())

@@ -33,23 +33,23 @@ from dure.launch.agent.messages import (
     Admitted,
     Answer,
     Gone,
-    Join,
-    Leave,
+    Heartbeat,
+    JoinRequest,
+    LeaveRequest,
     Message,
     NoJob,
-    Tell,
     View,
-    Watch,
+    WatchRequest,
     other_build,
     pack,
     why_other_flags,
 )
-from dure.launch.agent.state import JobState, Phase
+from dure.launch.agent.state import JobPhase, JobState
 from dure.launch.spec import JobSpec
 from dure.store.address import interface_to
 from dure.store.builds import own_build
 from dure.store.etcd_gateway import (
-    Connection,
+    EtcdConnection,
     EtcdOptions,
     Gateway,
     Unanswered,
@@ -65,7 +65,7 @@ from dure.store.etcd_requests import (
 )
 from dure.store.key import mint
 
-__all__ = ["EtcdControl", "EtcdEndpoint"]
+__all__ = ["EtcdControl", "EtcdJobEndpoint"]
 
 _DIAL_S = 0.5
 
@@ -85,7 +85,7 @@ _CROWD_S = 0.1
 _Keys = dict[str, KeyValue]
 
 
-class _Record(msgspec.Struct, array_like=True, frozen=True):
+class _StateRecord(msgspec.Struct, array_like=True, frozen=True):
     """The value of the state's key; other builds read only which build has written it."""
 
     build: str
@@ -121,16 +121,16 @@ class EtcdControl:
 
     def ask(self, message: Message, timeout_s: float = 0.0) -> Answer:
         match message:
-            case Join():
+            case JoinRequest():
                 return self._join(message)
-            case Tell():
+            case Heartbeat():
                 answer = self._renew()
                 if isinstance(answer, Gone) or not message.events:
                     return answer
                 return self._change(self._asking, message.agent, message.nonce, message.events)
-            case Watch():
+            case WatchRequest():
                 return self._watch(message, timeout_s)
-            case Leave():
+            case LeaveRequest():
                 lost = Lost(message.agent, message.why)
                 answer = self._change(
                     self._asking, message.agent, message.nonce, (lost,), last=True
@@ -155,7 +155,7 @@ class EtcdControl:
             while True:
                 keys = self._read(self._asking)[1]
                 state = _state_of(keys)
-                if not isinstance(state, JobState) or state.phase is not Phase.OVER:
+                if not isinstance(state, JobState) or state.phase is not JobPhase.OVER:
                     return
                 if state.agents[:1] != (agent,):
                     return
@@ -168,7 +168,7 @@ class EtcdControl:
 
     # --- the requests ----------------------------------------------------------------------------
 
-    def _join(self, joining: Join) -> Answer:
+    def _join(self, joining: JoinRequest) -> Answer:
         agent, former = joining.joined.agent, joining.former
         lease, until = 0, time.monotonic() + 5 * _PATIENCE_S
         while True:
@@ -186,7 +186,7 @@ class EtcdControl:
                     raise other_build(f"{state} there, {own_build()} here")
                 state = None  # no host is left in that job
             living = state is not None and any(_MEMBERS + a in keys for a in state.agents)
-            if state is not None and not former and (state.phase is Phase.OVER or not living):
+            if state is not None and not former and (state.phase is JobPhase.OVER or not living):
                 state = None
             steps: list[Json] = []
             if state is not None:
@@ -213,7 +213,7 @@ class EtcdControl:
 
     def _change(
         self,
-        connection: Connection,
+        connection: EtcdConnection,
         agent: str,
         nonce: bytes,
         events: tuple[Event, ...],
@@ -243,7 +243,7 @@ class EtcdControl:
             return Gone()
         return Accepted()
 
-    def _watch(self, watch: Watch, timeout_s: float) -> Answer:
+    def _watch(self, watch: WatchRequest, timeout_s: float) -> Answer:
         """Wait for another state, or for a member's end; the watching thread's."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until and not self._closed.is_set():
@@ -260,7 +260,7 @@ class EtcdControl:
                 self._rest()
         return Accepted()
 
-    def _view(self, watch: Watch, keys: _Keys) -> Answer | None:
+    def _view(self, watch: WatchRequest, keys: _Keys) -> Answer | None:
         """Return what a member has not seen yet, if anything; give up members without keys."""
         state, mine = _state_of(keys), keys.get(_MEMBERS + watch.agent)
         if mine is None or mine.value != watch.nonce or not isinstance(state, JobState):
@@ -271,7 +271,7 @@ class EtcdControl:
             for agent in state.agents
             if _MEMBERS + agent not in keys
         ]
-        if lost and state.phase is not Phase.OVER:
+        if lost and state.phase is not JobPhase.OVER:
             self._rest()  # another agent may be faster
             self._change(self._watching, watch.agent, watch.nonce, tuple(lost))
         revision = keys[_STATE].revision
@@ -302,17 +302,19 @@ class EtcdControl:
                     raise StoreLost(f"{self._gateway} is lost", seen=str(error)) from None
                 self._closed.wait(random.uniform(0.0, _PAUSE_S))
 
-    def _read(self, connection: Connection, patience_s: float = _PATIENCE_S) -> tuple[int, _Keys]:
+    def _read(
+        self, connection: EtcdConnection, patience_s: float = _PATIENCE_S
+    ) -> tuple[int, _Keys]:
         """Return the revision, and all keys of the job's control plane."""
         wanted = range_below(self._prefix)
         answer = self._until_answered(lambda: connection.ask("kv/range", wanted), patience_s)
         return int(answer["header"]["revision"]), keys_below(self._prefix, answer)
 
     def _write(
-        self, connection: Connection, state: JobState, expect: list[Json], steps: list[Json]
+        self, connection: EtcdConnection, state: JobState, expect: list[Json], steps: list[Json]
     ) -> bool:
         """Write a state and carry out `steps` if all conditions hold; return whether they did."""
-        record = pack(_Record(str(own_build()), msgspec.Raw(pack(state))))
+        record = pack(_StateRecord(str(own_build()), msgspec.Raw(pack(state))))
         body = {"compare": expect, "success": [put(self._prefix + _STATE, record), *steps]}
         try:
             return bool(connection.ask("kv/txn", body).get("succeeded"))
@@ -328,7 +330,7 @@ class EtcdControl:
         return has_revision(self._prefix + name, keys[name].revision if name in keys else 0)
 
 
-_read_record = msgspec.msgpack.Decoder(_Record).decode
+_read_record = msgspec.msgpack.Decoder(_StateRecord).decode
 _read_state = msgspec.msgpack.Decoder(JobState | ElasticState).decode
 
 
@@ -345,7 +347,7 @@ def _state_of(keys: _Keys) -> JobState | str | None:
     return build
 
 
-class EtcdEndpoint:
+class EtcdJobEndpoint:
     """The endpoint of a job whose state is in etcd; see `HostEndpoint` for its attributes.
 
     Args:

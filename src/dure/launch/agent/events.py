@@ -1,4 +1,4 @@
-"""Events and actions: what agents report to the job's state, and what it wants of them.
+"""Events, which agents report to the job's state, and actions, which it wants of them.
 
 An *event* is what happens to a job, as an agent reports it. An *action* is what the state wants of
 one agent now. Both are small values with a fixed shape, packed with msgpack and read back with
@@ -143,7 +143,7 @@ Event = Joined | Left | Lost | Expired | OfRound
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoundPlan:
     """One round: which hosts take part, in the order of their nodes; the first has number 0."""
 
     number: int
@@ -164,12 +164,12 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How the job ended: what every agent exits with, and why.
+class JobOutcome:
+    """How the job ended: the exit code of every agent, and the reason.
 
     Attributes:
         code: The exit code.
-        why: What the launcher prints, if no worker's failure was the reason.
+        why: The line that the launcher prints, if no worker's failure was the reason.
         failure: The worker that failed first, or the one that it blames.
         ranks: The last known results of all workers of the last round.
         limit: Which of the user's limits the job has reached, if it failed by one.
@@ -182,13 +182,13 @@ class Outcome:
     limit: str = ""
 
 
-class Wait(msgspec.Struct, array_like=True, frozen=True, tag="wait"):
+class Idle(msgspec.Struct, array_like=True, frozen=True, tag="wait"):
     """Do nothing.
 
     Attributes:
         timer: Report `Expired(timer)` if the action is still the same after so many seconds.
         after_s: How many; 0 if there is no timer.
-        line: What this host waits for, for people.
+        line: A line for users about the reason.
         quiet_s: After how many seconds to show that.
     """
 
@@ -204,7 +204,7 @@ class Replacement(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         local_rank: Its place.
         times: How many were started there before it, and so its number.
-        restart: How many restarts of the whole job are used with it.
+        restart: How many of the job's restarts are used with it.
     """
 
     local_rank: int
@@ -212,7 +212,7 @@ class Replacement(msgspec.Struct, array_like=True, frozen=True):
     restart: int
 
 
-class Work(msgspec.Struct, array_like=True, frozen=True, tag="work"):
+class RunRound(msgspec.Struct, array_like=True, frozen=True, tag="work"):
     """Run the workers of this round, start the replacements that are due, and show the notes.
 
     Attributes:
@@ -251,7 +251,7 @@ class Rejoin(msgspec.Struct, array_like=True, frozen=True, tag="rejoin"):
 class Leave(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
     """End, with this outcome."""
 
-    outcome: Outcome
+    outcome: JobOutcome
 
 
-Action = Wait | Work | Stop | Rejoin | Leave
+Action = Idle | RunRound | Stop | Rejoin | Leave

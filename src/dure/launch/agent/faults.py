@@ -1,4 +1,4 @@
-"""The cause of a round's end: what went wrong in it, and which failure explains the others.
+"""The cause of a round's end: its failures, and the one that explains the others.
 
 A round mostly ends with many failures, for ranks fail because others did. Agents report them one
 by one (`Failed`), and once more, with all that is known by then, when nothing of the round is left
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import msgspec
 
-from dure.launch.agent.events import Joined, Outcome, Plan
+from dure.launch.agent.events import JobOutcome, Joined, RoundPlan
 from dure.launch.ranks.report import root_cause
 from dure.launch.spec import RankResult
 
@@ -64,7 +64,7 @@ class Faults(msgspec.Struct):
         latest = self.reports.get(self.first.rank, self.first)  # or of who took its place
         return root_cause(latest if latest.is_process_of(self.first) else self.first, self.ranks())
 
-    def why(self, plan: Plan) -> str:
+    def why(self, plan: RoundPlan) -> str:
         """Say which hosts are the reason for the round's end; empty if a rank is."""
         failure = self.root_cause()
         if failure is None:
@@ -76,20 +76,20 @@ class Faults(msgspec.Struct):
             return f"lost {self._how(owner)}, with rank {peer}"
         return ""
 
-    def setback(self, plan: Plan) -> str:
+    def setback(self, plan: RoundPlan) -> str:
         """Say in one line why the round ended."""
         failure, why = self.root_cause(), self.why(plan)
         if failure is None or why:
             return why
         return f"rank {failure.rank} on {failure.host} {failure.how}"
 
-    def defeat(self, plan: Plan, limit: str) -> Outcome:
+    def defeat(self, plan: RoundPlan, limit: str) -> JobOutcome:
         """Return the outcome of a job that fails with this round, for it has come to `limit`."""
         failure, why = self.root_cause(), self.why(plan)
         if why and not limit:
             why += "; no restarts are allowed (--max-restarts), so the job ends"
         code = 1 if failure is None else failure.status or 1
-        return Outcome(code=code, why=why, failure=failure, ranks=self.ranks(), limit=limit)
+        return JobOutcome(code=code, why=why, failure=failure, ranks=self.ranks(), limit=limit)
 
     def _how(self, member: Joined) -> str:
         """Name the host of a lost member, and say how it was lost."""

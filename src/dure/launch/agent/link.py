@@ -10,7 +10,7 @@ renewals never queue behind their keys. Its key follows from the user's, the end
 name. The *ranks' server* is at another port of that address, and its key is random: the job's own,
 which the coordinator hands out with the settings. A key that leaks from a rank opens one job.
 
-With etcd no host coordinates (`etcd.EtcdEndpoint`): all find the same keys there.
+With etcd no host coordinates (`etcd.EtcdJobEndpoint`): all find the same keys there.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dure.errors import LaunchError, StoreError, StoreLost, StoreRefused, StoreT
 from dure.launch.agent.control import open_control
 from dure.launch.agent.coordinator import Coordinator
 from dure.launch.agent.events import Joined, Settings
-from dure.launch.agent.membership import HostMember, LastWill, Membership, boottime
-from dure.launch.agent.messages import Admitted, Control, Join, Refusal
+from dure.launch.agent.membership import HostMember, HostMembership, LastWill, boottime
+from dure.launch.agent.messages import Admitted, Control, JoinRequest, Refusal
 from dure.launch.ranks.reaper import Reaper
 from dure.launch.signals import Interrupted, first_of
 from dure.launch.spec import JobSpec
@@ -50,7 +50,7 @@ from dure.store.server import StoreServer
 from dure.store.silence import silence_s
 
 if TYPE_CHECKING:
-    from dure.launch.agent.etcd import EtcdEndpoint
+    from dure.launch.agent.etcd import EtcdJobEndpoint
 
 __all__ = ["HostEndpoint", "Link", "pause"]
 
@@ -125,7 +125,7 @@ class Link:
     def __init__(
         self,
         spec: JobSpec,
-        endpoint: HostEndpoint | EtcdEndpoint,
+        endpoint: HostEndpoint | EtcdJobEndpoint,
         reaper: Reaper,
         *,
         signals: int,
@@ -135,7 +135,7 @@ class Link:
         self._spec, self._reaper = spec, reaper
         self._signals, self._say = signals, say
         self._member: HostMember | None = None
-        self._unanswered: Join | None = None  # may have been carried out
+        self._unanswered: JoinRequest | None = None  # may have been carried out
 
     def join(self, host: str, port: int = 0) -> HostMember:
         """Find the job and become a member under a new name, the first time or again.
@@ -203,7 +203,7 @@ class Link:
             if isinstance(answer, Refusal):
                 raise answer.error()
             return False
-        membership = Membership(joined, joining.nonce, answer.settings, sent)
+        membership = HostMembership(joined, joining.nonce, answer.settings, sent)
         self._member = HostMember(control, membership, self._reaper.extend)
         will = LastWill(self.endpoint.url, self.endpoint.secret, joined.agent, joining.nonce)
         self._reaper.appoint(msgspec.msgpack.encode(will))
@@ -214,7 +214,7 @@ class Link:
         spec, address = self._spec, self.endpoint.address
         joined = Joined(uuid.uuid4().hex[:12], host, spec.nproc, spec.node_rank, address, port)
         elastic = spec.elastic or spec.keep_going
-        return Join(joined, secrets.token_bytes(16), settings, elastic, former)
+        return JoinRequest(joined, secrets.token_bytes(16), settings, elastic, former)
 
     def _unreachable(self, waited_s: float) -> LaunchError:
         """Return the error for a host that has never found the job."""
@@ -258,7 +258,7 @@ class HostEndpoint:
         say: While the name of the endpoint's host is not known.
 
     Attributes:
-        name: What is lost with it, in messages.
+        name: Its name in messages about its loss.
         advice: For a host that does not find the job.
         address: Of this host, by which the job's other hosts reach it.
         secret: The key to the job's state.
@@ -331,7 +331,7 @@ class HostEndpoint:
                 return None
             error.advise(
                 "If another job has this port, use another one. Agents of one job have the same "
-                "--rdzv-endpoint, written alike, and --rdzv-id."
+                "--rdzv-id, and --rdzv-endpoint in the same spelling."
             )
             raise
         self.trouble = ""  # the port's owner is the coordinator
@@ -354,7 +354,7 @@ class HostEndpoint:
         store = replace(self._there, port=ranks.port).endpoint.removeprefix("tcp://")
         settings = replace(settings, store=store, job_key=job_key.raw)
         elastic = self._spec.elastic or self._spec.keep_going
-        first = Join(Joined("", "", 0), b"", settings, elastic)
+        first = JoinRequest(Joined("", "", 0), b"", settings, elastic)
         state = first.state(settings.run_id or uuid.uuid4().hex)
         self._coordinator = Coordinator(state, secrets.token_bytes(8))
         self._servers = [StoreServer(listener, self._key, board=self._coordinator), ranks]

@@ -1,4 +1,4 @@
-"""A host's membership in a job: what it sends and when, its lease, and its deadline.
+"""A host's membership in a job: its messages to the state, its lease, and its deadline.
 
 **Deadlines.** A lease is renewed every second, and lasts as long as a host may be silent
 (`silence`, or `--rdzv-conf lease=S`): a launcher that is busy or stopped for a while, or whose
@@ -27,25 +27,25 @@ import msgspec
 
 from dure.errors import StoreError, StoreLost
 from dure.launch.agent.control import open_control
-from dure.launch.agent.events import Action, Event, Joined, Settings, Wait
+from dure.launch.agent.events import Action, Event, Idle, Joined, Settings
 from dure.launch.agent.messages import (
     Accepted,
     Answer,
     Control,
     Gone,
-    Leave,
-    Tell,
+    Heartbeat,
+    LeaveRequest,
     View,
-    Watch,
+    WatchRequest,
 )
 
-__all__ = ["HostMember", "LastWill", "Membership", "boottime", "say_dead"]
+__all__ = ["HostMember", "HostMembership", "LastWill", "boottime", "say_dead"]
 
 _RENEW_S = 1.0
 """How often a lease is renewed; more often if it is shorter than four times that."""
 
 _WATCH_S = 60.0
-"""How long a `Watch` waits before it is asked again."""
+"""How long a `WatchRequest` waits before it is asked again."""
 
 _AGAIN_S = 0.2
 _GIVEN_UP = "the others have given this host up"
@@ -56,7 +56,7 @@ def boottime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Membership:
+class HostMembership:
     """What a member knows, and what it sends next; no clock, no threads, no input and output.
 
     Args:
@@ -67,14 +67,14 @@ class Membership:
 
     Attributes:
         deadline: When its ranks must be dead, unless it is renewed.
-        view: What the job wants of it.
+        view: Its current action.
     """
 
     def __init__(self, joined: Joined, nonce: bytes, settings: Settings, sent: float) -> None:
         self.joined, self.agent, self.settings = joined, joined.agent, settings
         self.nonce = nonce
         self.deadline = sent + settings.lease_s
-        self.view = View(0, Wait())
+        self.view = View(0, Idle())
         self._ended = ""
         self._events: list[Event] = []  # that are not acknowledged yet
         self._renew_at = sent
@@ -89,7 +89,7 @@ class Membership:
         """Be no member any more."""
         self._ended = self._ended or why
 
-    def tell(self, event: Event) -> None:
+    def report(self, event: Event) -> None:
         """Send an event, as soon as possible."""
         self._events.append(event)
 
@@ -102,13 +102,13 @@ class Membership:
         """Return when `next_request` has one."""
         return now if self._events else self._renew_at
 
-    def next_request(self, now: float) -> Tell | None:
+    def next_request(self, now: float) -> Heartbeat | None:
         """Return what to send now, if anything."""
         if now < self.wake_at(now):
             return None
-        return Tell(self.agent, self.nonce, tuple(self._events))
+        return Heartbeat(self.agent, self.nonce, tuple(self._events))
 
-    def answered(self, request: Tell, answer: Answer, sent: float, now: float) -> None:
+    def answered(self, request: Heartbeat, answer: Answer, sent: float, now: float) -> None:
         """Note an answer to a request that was sent at `sent`."""
         if not isinstance(answer, Accepted):
             self.end(_GIVEN_UP)
@@ -119,12 +119,12 @@ class Membership:
             self.deadline = sent + self.settings.lease_s
             self._renew_at = sent + min(_RENEW_S, self.settings.lease_s / 4)
 
-    def next_watch(self) -> Watch:
+    def next_watch(self) -> WatchRequest:
         """Return the request for the next view."""
-        return Watch(self.agent, self.nonce, self.view.revision)
+        return WatchRequest(self.agent, self.nonce, self.view.revision)
 
     def watched(self, answer: Answer) -> bool:
-        """Note an answer to a `Watch`; tell whether there is news."""
+        """Note an answer to a `WatchRequest`; return whether there is news."""
         if isinstance(answer, View):
             self.view = answer
             return True
@@ -140,7 +140,7 @@ class HostMember:
 
     Args:
         control: The way to the job's state; this member's own from now on.
-        membership: What it knows.
+        membership: Its state.
         renewed: Called with each new deadline.
 
     Attributes:
@@ -154,7 +154,7 @@ class HostMember:
     def __init__(
         self,
         control: Control,
-        membership: Membership,
+        membership: HostMembership,
         renewed: Callable[[float], None] = lambda deadline: None,
     ) -> None:
         self.agent, self.settings = membership.agent, membership.settings
@@ -189,10 +189,10 @@ class HostMember:
         with self._changed:
             return self._membership.view.action
 
-    def tell(self, event: Event) -> None:
+    def report(self, event: Event) -> None:
         """Send an event, as soon as possible."""
         with self._changed:
-            self._membership.tell(event)
+            self._membership.report(event)
             self._changed.notify_all()
 
     def leave(self, timeout_s: float = 2.0) -> None:
@@ -204,7 +204,7 @@ class HostMember:
         self._threads[1].join(timeout_s)
         if not self._threads[1].is_alive():
             with contextlib.suppress(StoreError):
-                self._control.ask(Leave(self.agent, self._membership.nonce))
+                self._control.ask(LeaveRequest(self.agent, self._membership.nonce))
 
     def close(self) -> None:
         """End both threads, and close the connections."""
@@ -304,4 +304,4 @@ def say_dead() -> None:
     """
     will = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=LastWill)
     control = open_control(will.endpoint, will.secret, 2.0)
-    control.ask(Leave(will.agent, will.nonce, "its launcher was killed"))
+    control.ask(LeaveRequest(will.agent, will.nonce, "its launcher was killed"))

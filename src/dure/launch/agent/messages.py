@@ -1,11 +1,11 @@
 """What an agent and the job's state send each other: joining, two requests, and leaving.
 
-    request   meaning                                     answers
-    -------   -------                                     -------
-    Join      become a member, under a new name           Admitted, NoJob, Refusal
-    Tell      the agent lives; its events, if any         Accepted, Gone
-    Watch     wait until the action is another one        View, Accepted (not yet), Gone
-    Leave     be no member any more                       Accepted
+    request        meaning                                     answers
+    -------        -------                                     -------
+    JoinRequest    become a member, under a new name           Admitted, NoJob, Refusal
+    Heartbeat      the agent lives; its events, if any         Accepted, Gone
+    WatchRequest   wait until the action is another one        View, Accepted (not yet), Gone
+    LeaveRequest   be no member any more                       Accepted, Gone
 
 Every message may arrive late, twice, or not at all, and each but the first names the member by a
 number that only it knows (`nonce`): a message of one that was given up changes nothing.
@@ -39,7 +39,7 @@ class Control(Protocol):
     """
 
     def ask(self, message: Message, timeout_s: float = 0.0) -> Answer:
-        """Put a request; a `Watch` may take `timeout_s`."""
+        """Put a request; a `WatchRequest` may take `timeout_s`."""
         ...
 
     def has_ended(self) -> bool:
@@ -54,7 +54,7 @@ class Control(Protocol):
 # --- requests -------------------------------------------------------------------------------------
 
 
-class Join(msgspec.Struct, array_like=True, frozen=True, tag="join"):
+class JoinRequest(msgspec.Struct, array_like=True, frozen=True, tag="join"):
     """An agent wants to be a member.
 
     Attributes:
@@ -77,7 +77,7 @@ class Join(msgspec.Struct, array_like=True, frozen=True, tag="join"):
         return kind(replace(self.settings, run_id=run_id))
 
 
-class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
+class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="heartbeat"):
     """The agent lives, and reports these events, in their order."""
 
     agent: str
@@ -85,7 +85,7 @@ class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
     events: tuple[Event, ...] = ()
 
 
-class Watch(msgspec.Struct, array_like=True, frozen=True, tag="watch"):
+class WatchRequest(msgspec.Struct, array_like=True, frozen=True, tag="watch"):
     """Wait for another view than the one with revision `seen`."""
 
     agent: str
@@ -93,7 +93,7 @@ class Watch(msgspec.Struct, array_like=True, frozen=True, tag="watch"):
     seen: int = 0
 
 
-class Leave(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
+class LeaveRequest(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
     """The agent's part is over: nothing of the job is left on its host, because `why`."""
 
     agent: str
@@ -101,7 +101,7 @@ class Leave(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
     why: str = "its launcher has ended"
 
 
-Message = Join | Tell | Watch | Leave
+Message = JoinRequest | Heartbeat | WatchRequest | LeaveRequest
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def other_build(seen: str) -> UsageError:
     )
 
 
-def why_other_flags(joining: Join, state: JobState) -> Refusal | None:
+def why_other_flags(joining: JoinRequest, state: JobState) -> Refusal | None:
     """Refuse a host that was started with other flags than the first; None: they are the same."""
     here = _flags(joining.settings, joining.elastic)
     there = _flags(state.settings, isinstance(state, ElasticState))

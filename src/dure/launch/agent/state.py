@@ -15,16 +15,16 @@ So all agents follow the same decisions, and none needs to see every event.
                                         nothing of the round is left on its host
 
 **Rounds.** A round is one start of all workers. Its members are the hosts at hand, between `min`
-and `max`, in the order of `assign_nodes`. Further hosts are spares, which stand in when a member is
+and `max`, in the order of `assign_nodes`. Further hosts are spares, which replace members that are
 gone.
 
-**What counts as a restart.** A worker's failure and a host's loss do, once per round, for the
-whole job. Hosts that come while a round has fewer than `max`, or leave in order, cause a new round
+**What counts as a restart.** A worker's failure and a host's loss do, once per round and
+job. Hosts that come while a round has fewer than `max`, or leave in order, cause a new round
 that does not count. The job ends when the host that coordinates leaves, or the last one, or, after
 the first round has begun, one of a job of a fixed number of hosts for which there is no spare.
 
 The state has no clock. Where time matters (the join timeout, the last call, a pause before a
-restart) it names a timer (`Wait.timer`); the first agent whose timer runs out reports `Expired`.
+restart) it names a timer (`Idle.timer`); the first agent whose timer runs out reports `Expired`.
 Reports of an expired timer are ignored.
 """
 
@@ -43,24 +43,24 @@ from dure.launch.agent.events import (
     Expired,
     Failed,
     Finished,
+    Idle,
+    JobOutcome,
     Joined,
     Leave,
     Left,
     Lost,
     OfRound,
-    Outcome,
-    Plan,
     Rejoin,
+    RoundPlan,
+    RunRound,
     Settings,
     Stop,
-    Wait,
-    Work,
 )
 from dure.launch.agent.faults import Faults
 from dure.launch.backoff import restart_delay
 from dure.launch.ranks.environment import Round
 
-__all__ = ["JobState", "Phase", "assign_nodes"]
+__all__ = ["JobPhase", "JobState", "assign_nodes"]
 
 _QUIET_S = 3.0
 """How long agents wait for other hosts before they report that to the user."""
@@ -69,7 +69,7 @@ _NAMED = 8
 """How many hosts' names an agent gets, unless it is node 0."""
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     """Where the job is."""
 
     GATHERING = "waiting for enough hosts"
@@ -85,11 +85,11 @@ class JobState(msgspec.Struct, tag="rounds"):
     """
 
     settings: Settings
-    phase: Phase = Phase.GATHERING
-    plan: Plan | None = None  # of the latest round
+    phase: JobPhase = JobPhase.GATHERING
+    plan: RoundPlan | None = None  # of the latest round
     restarts: int = 0
     setback: str = ""  # why the last round ended, for people
-    outcome: Outcome | None = None
+    outcome: JobOutcome | None = None
     _agents: dict[str, Joined] = {}  # at hand, in the order they came
     _gathering: int = 0  # how often the job has gathered: sets its timers apart
     _early: bool = False  # the present round failed soon after its start
@@ -128,12 +128,12 @@ class JobState(msgspec.Struct, tag="rounds"):
 
         While it is the same, an event changes only the action of the agent that it is about.
         """
-        timer = self._timer().timer if self.phase is Phase.GATHERING else ""
+        timer = self._timer().timer if self.phase is JobPhase.GATHERING else ""
         return self.phase, timer, self.plan, self.failed, self.departing
 
     def apply(self, event: Event) -> None:
         """Apply an event; one that comes too late, or again, changes nothing."""
-        if self.phase is Phase.OVER:
+        if self.phase is JobPhase.OVER:
             return
         match event:
             case Joined():
@@ -150,21 +150,21 @@ class JobState(msgspec.Struct, tag="rounds"):
 
     def action(self, agent: str) -> Action:
         """Return what `agent` has to do now; the same until the next event."""
-        if self.phase is Phase.OVER and self.outcome is not None:
+        if self.phase is JobPhase.OVER and self.outcome is not None:
             return Leave(self._outcome_for(agent, self.outcome))
         if agent not in self._agents:
             return Rejoin()
         plan = self.plan
-        if self.phase is Phase.GATHERING or plan is None:
+        if self.phase is JobPhase.GATHERING or plan is None:
             return self._timer()
         if agent not in self._at_work():
-            stops = self.phase is Phase.STOPPING  # the next round may have room for it
-            return Wait(line="" if stops else self._why_spare(agent, plan))
-        if self.phase is Phase.STOPPING:
+            stops = self.phase is JobPhase.STOPPING  # the next round may have room for it
+            return Idle(line="" if stops else self._why_spare(agent, plan))
+        if self.phase is JobPhase.STOPPING:
             return Stop(plan.number, self.failed, self.departing)
         return self._work(plan, agent)
 
-    def _work(self, plan: Plan, agent: str) -> Work:
+    def _work(self, plan: RoundPlan, agent: str) -> RunRound:
         node = plan.members.index(agent)
         named = plan.joined if node == 0 else plan.joined[:_NAMED]
         part = Round(
@@ -182,15 +182,15 @@ class JobState(msgspec.Struct, tag="rounds"):
             store=self.settings.store,
         )
         if plan.number == 0:
-            return Work(part)
-        return Work(part, self.setback, self.restarts, self._delay_s)
+            return RunRound(part)
+        return RunRound(part, self.setback, self.restarts, self._delay_s)
 
-    def _outcome_for(self, agent: str, outcome: Outcome) -> Outcome:
+    def _outcome_for(self, agent: str, outcome: JobOutcome) -> JobOutcome:
         """Return the outcome without what only node 0 shows: the results of all ranks."""
         shows = self.plan is not None and self.plan.members[:1] == (agent,)
         return outcome if shows else replace(outcome, ranks=())
 
-    def _why_spare(self, agent: str, plan: Plan) -> str:
+    def _why_spare(self, agent: str, plan: RoundPlan) -> str:
         """Say why an agent at hand has no part in a round; empty if it has, or leaves."""
         mine = self._agents[agent]
         if agent in plan.members or agent in self._leaving:
@@ -215,7 +215,7 @@ class JobState(msgspec.Struct, tag="rounds"):
             if event.worker.rank not in self._faults.reports:
                 self._faults.report(event.worker, failed=not ending)
         elif isinstance(event, Ended):
-            well = event.well and self.phase is Phase.RUNNING
+            well = event.well and self.phase is JobPhase.RUNNING
             (self._succeeded if well else self._ended).add(event.agent)
             for rank in event.ranks:
                 self._faults.report(rank)
@@ -226,14 +226,14 @@ class JobState(msgspec.Struct, tag="rounds"):
         """While RUNNING: find a reason to stop, or the end."""
         assert self.plan is not None
         if all(agent in self._succeeded for agent in self.plan.members):
-            self._end(Outcome(code=0))
+            self._end(JobOutcome(code=0))
         elif self._faults or self._dismissed or self._changed():
-            self.phase = Phase.STOPPING
+            self.phase = JobPhase.STOPPING
 
     def _round_closed(self) -> None:
         """Nothing of a stopped round is left: gather for the next, or end."""
         if self._dismissed is not None and self._faults.first is None:
-            self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
+            self._end(JobOutcome(code=self._dismissed.code, why=self._dismissed.why))
             return
         if self._faults:
             assert self.plan is not None
@@ -249,7 +249,7 @@ class JobState(msgspec.Struct, tag="rounds"):
             self._delay_s = 0.0
             self.setback = "hosts came or left"
         self._gathering += 1
-        self.phase = Phase.GATHERING
+        self.phase = JobPhase.GATHERING
 
     # --- the steps ---------------------------------------------------------------------------
 
@@ -258,16 +258,16 @@ class JobState(msgspec.Struct, tag="rounds"):
         before = None
         while before is not self.phase:
             before = self.phase
-            if self.phase is Phase.GATHERING:
+            if self.phase is JobPhase.GATHERING:
                 self._gather()
-            elif self.phase is Phase.RUNNING:
+            elif self.phase is JobPhase.RUNNING:
                 self._run_on()
-            elif self.phase is Phase.STOPPING and not self._at_work():
+            elif self.phase is JobPhase.STOPPING and not self._at_work():
                 self._round_closed()
 
     def _gather(self) -> None:
         if self._dismissed is not None:
-            self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
+            self._end(JobOutcome(code=self._dismissed.code, why=self._dismissed.why))
             return
         chosen = self._chosen()
         if self.missing or self._pauses:
@@ -275,23 +275,23 @@ class JobState(msgspec.Struct, tag="rounds"):
         if self.plan is not None or len(chosen) == self.settings.max_hosts:
             self._start(chosen)
 
-    def _timer(self) -> Wait:
+    def _timer(self) -> Idle:
         """Return what hosts wait for before the next round."""
         settings = self.settings
         if self._pauses:
             line = f"{self.setback}; the next round starts in {self._delay_s:g} s"
-            return Wait(f"restart {self._gathering}", self._delay_s, line)
+            return Idle(f"restart {self._gathering}", self._delay_s, line)
         if not self.missing:
-            return Wait(f"last call {self._gathering}", settings.last_call_s)
+            return Idle(f"last call {self._gathering}", settings.last_call_s)
         why = f"{self.setback}; " if self.setback else ""
         line = (
-            f"{why}waiting at {settings.endpoint} until {settings.min_hosts} hosts are there (at "
+            f"{why}waiting at {settings.endpoint} until {settings.min_hosts} hosts have joined (at "
             f"most {settings.join_timeout_s:g} s){_why_alone(settings.endpoint)}"
         )
-        return Wait(f"join {self._gathering}", settings.join_timeout_s, line, _QUIET_S)
+        return Idle(f"join {self._gathering}", settings.join_timeout_s, line, _QUIET_S)
 
     def _expired(self, timer: str) -> None:
-        if self.phase is not Phase.GATHERING or timer != self._timer().timer:
+        if self.phase is not JobPhase.GATHERING or timer != self._timer().timer:
             return
         if self._pauses:
             self._pauses = False
@@ -299,7 +299,7 @@ class JobState(msgspec.Struct, tag="rounds"):
         if not self.missing:
             self._start(self._chosen())
             return
-        lost = self._defeat() if self._faults else Outcome(code=1)
+        lost = self._defeat() if self._faults else JobOutcome(code=1)
         self._end(replace(lost, why=self._too_few(), limit=""))
 
     def _too_few(self) -> str:
@@ -326,14 +326,14 @@ class JobState(msgspec.Struct, tag="rounds"):
 
     def _start(self, chosen: list[Joined]) -> None:
         number = 0 if self.plan is None else self.plan.number + 1
-        self.plan = Plan(number, tuple(chosen))
+        self.plan = RoundPlan(number, tuple(chosen))
         self._succeeded, self._ended = set(), set()
         self._faults, self._early = Faults(), False
-        self.phase = Phase.RUNNING
+        self.phase = JobPhase.RUNNING
 
     def _at_work(self) -> set[str]:
         """Return the members at hand that have not reported that nothing of the round is left."""
-        if self.plan is None or self.phase is Phase.GATHERING:
+        if self.plan is None or self.phase is JobPhase.GATHERING:
             return set()
         done = self._ended | self._succeeded
         return {agent for agent in self.plan.members if agent in self._agents} - done
@@ -371,12 +371,12 @@ class JobState(msgspec.Struct, tag="rounds"):
         full = len(members) >= self.settings.max_hosts
         return not full and not self._succeeded and len(self._chosen()) > len(members)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: JobOutcome) -> None:
         self.outcome = replace(outcome, ranks=self._faults.ranks())
         self._faults = Faults()  # the outcome has them now
-        self.phase = Phase.OVER
+        self.phase = JobPhase.OVER
 
-    def _defeat(self) -> Outcome:
+    def _defeat(self) -> JobOutcome:
         """Return the outcome of a job that failed for good."""
         assert self.plan is not None
         return self._faults.defeat(self.plan, self._limit())

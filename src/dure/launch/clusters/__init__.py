@@ -2,7 +2,7 @@
 
 * `node_slot`: from what was found around this process to the values of flags that are not given.
 * `hosts`: which hosts, and how many ranks each.
-* `commands`: what each of them gets, on which stream.
+* `commands`: the command for each of them, and its standard input.
 * `ssh_launcher`: it starts an agent on each host and shows what they write; `control_stream`: the
   other end.
 * `meeting`: the address at which the hosts rendezvous.

@@ -31,8 +31,8 @@ def meeting_host(hosts: Sequence[str], ssh_options: Sequence[str] = ()) -> str:
 def outward(endpoint: str, hosts: Sequence[str]) -> str:
     """Return `endpoint` so that its own host does not take it for loopback.
 
-    Debian's /etc/hosts gives a host's own name to 127.0.1.1. Who serves there is alone: the first
-    host serves on the interface that leads to another of `hosts` instead.
+    Debian's /etc/hosts gives a host's own name to 127.0.1.1, which no other host reaches. So the
+    first host serves on the interface that leads to another of `hosts` instead.
     """
     host, _, port = endpoint.rpartition(":")
     others = [other for other in hosts if other != host]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from dure.errors import UsageError
 from dure.placement import NodeSlot, Placement, System
 
-__all__ = ["Taken", "take_node_slot"]
+__all__ = ["ClusterValues", "take_node_slot"]
 
 _ALONE = frozenset({"standalone", "hosts", "hostfile"})
 """Flags that set the hosts without the cluster."""
@@ -22,18 +22,18 @@ _PLACES = frozenset({"nnodes", "node_rank", "endpoint", "master_addr"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class ClusterValues:
     """What the cluster fills in: values by the flags' names, and a line about it for the user."""
 
     values: Mapping[str, object] = field(default_factory=dict[str, object])
     line: str = ""
 
 
-def take_node_slot(placement: Placement, chosen: Mapping[str, object]) -> Taken:
+def take_node_slot(placement: Placement, chosen: Mapping[str, object]) -> ClusterValues:
     """Return the values of the flags that are not chosen.
 
     Args:
-        placement: What was found.
+        placement: The cluster that was found.
         chosen: The values that the user chose, by the flags' names.
 
     Raises:
@@ -41,12 +41,12 @@ def take_node_slot(placement: Placement, chosen: Mapping[str, object]) -> Taken:
             or there are several hosts and the address of the first is unknown.
     """
     if _ALONE & set(chosen):
-        return Taken()
+        return ClusterValues()
     slot, placed = placement.slot, bool(_PLACES & set(chosen))
     if placement.unclear and not placed:
         raise _unclear(placement)
     if slot is None:
-        return Taken(line="" if placed else "; ".join(placement.notes))
+        return ClusterValues(line="" if placed else "; ".join(placement.notes))
     if slot.copies > 1:
         raise _once_a_rank(placement, slot)
     values: dict[str, object] = {}
@@ -55,7 +55,7 @@ def take_node_slot(placement: Placement, chosen: Mapping[str, object]) -> Taken:
     if slot.nnodes > 1:
         values |= _meeting(placement, slot, chosen)
     values = {name: value for name, value in values.items() if name not in chosen}
-    return Taken(values=values, line=_line(placement, slot, values))
+    return ClusterValues(values=values, line=_line(placement, slot, values))
 
 
 def _meeting(

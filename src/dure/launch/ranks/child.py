@@ -7,7 +7,7 @@ The launcher runs this file by its path, in a fresh interpreter:
 It then does what `python PROGRAM ARGS` or `python -m PROGRAM ARGS` would do: `sys.argv`,
 `sys.path[0]` and the module `__main__` are what the program expects. Four things are added:
 
-1. The kernel ends this process when the launcher dies (PR_SET_PDEATHSIG), whatever kills it.
+1. The kernel ends this process when the launcher dies, also by SIGKILL (PR_SET_PDEATHSIG).
 2. An exception that leaves the program is written to REPORT_FD, a pipe to the launcher, as one
    line of JSON, before it is printed as usual. A pipe leaves nothing on disk.
 3. On the signal STACK_SIGNAL, faulthandler writes the main thread's Python stack to the same pipe.

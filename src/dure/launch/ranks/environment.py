@@ -32,7 +32,7 @@ _THRESHOLDS = (*_KEEP_FREED, "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAddress:
-    """What tells the job from all others, and proves that a process belongs to it.
+    """The identity of a job, and the key that proves that a process belongs to it.
 
     The key can be read from the inherited descriptor `key_fd`, and, by processes that closed it,
     from `key_file`. `password_fd` has the user's password for etcd, if there is one.

@@ -146,9 +146,9 @@ def _skip_native_destructors() -> None:
     """Let ranks end without the destructors of the C++ libraries that were imported.
 
     torch's take 0.1 s of processor time. Libraries that a program loads later are destroyed as
-    usual; a library that was preloaded (a profiler) may count on its own destructors. What Python
-    does at its end is left as it is: leaving out torch's exit handlers as well aborted programs
-    more often (see `child._let_native_threads_finish`).
+    usual; a library that was preloaded (a profiler) may count on its own destructors. Python's own
+    steps at its end are left as they are: leaving out torch's exit handlers as well aborted
+    programs more often (see `child._let_native_threads_finish`).
     """
     if not os.environ.get("LD_PRELOAD"):
         with contextlib.suppress(AttributeError):  # a C library other than GNU's

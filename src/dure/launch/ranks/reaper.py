@@ -5,7 +5,7 @@
     launcher ──"R": the ranks that run, and when they were started──▶ reaper
     launcher ──"D": the agent's deadline────────────────────────────▶ reaper
     launcher ──"W": what to report of the agent after its death─────▶ reaper
-    launcher ──its end of the socket closes, whatever ends the launcher──▶ reaper
+    launcher ──the socket closes, however the launcher ends─────────────▶ reaper
 
 Past the deadline (`dure.launch.agent.membership`) it kills all that the job has on this host except
 the launcher's own processes, even if the launcher was stopped. When the launcher has died, it kills

@@ -1,6 +1,6 @@
-"""What a rank tells the launcher, and which rank's failure explains the others'.
+"""The reports of ranks to the launcher, and which rank's failure explains the others'.
 
-A rank's report pipe carries two kinds of text, which `ReportReader` tells apart line by line:
+A rank's report pipe carries two kinds of text, which `ReportReader` separates line by line:
 objects of JSON (a crash, by `child.py`; its progress and last operation, by `dure.trace.line`), and
 a stack, as faulthandler prints it:
 
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from dure.launch.spec import Crash, Frame, RankResult
+from dure.launch.spec import Crash, RankResult, StackFrame
 
-__all__ = ["ReportReader", "Step", "root_cause"]
+__all__ = ["ReportReader", "ReportedStep", "root_cause"]
 
 _LONGEST_LINE = 1 << 18  # the bootstrap writes two texts of 8,000 characters at most
 _LONGEST_NUMBER = 10
@@ -30,7 +30,7 @@ _BOOTSTRAP = (
 )
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class ReportedStep(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     total: int | None = None
     values: dict[str, float | str] = {}
@@ -44,7 +44,7 @@ class _Message(msgspec.Struct):
     """One line of JSON, which has one of these; see `dure.trace.line` and `child.py`."""
 
     crash: Crash | None = None
-    progress: Step | None = None
+    progress: ReportedStep | None = None
     last: str | None = None
     answers: bool = False
     elastic: bool = False
@@ -54,26 +54,26 @@ class _Message(msgspec.Struct):
 class ReportReader:
     """Collects what comes from one rank's report pipe.
 
-    The program can write there, too, and anything: what is no report is passed over, and a line
-    without an end is not kept.
+    The program can write there, too, and anything: lines that are not reports are ignored, and a
+    line without an end is not kept.
     """
 
     def __init__(self) -> None:
         self.crash: Crash | None = None
-        self.stack: tuple[Frame, ...] = ()
+        self.stack: tuple[StackFrame, ...] = ()
         self.last = ""  # the last operation of its process groups
-        self.step: Step | None = None  # how far the program says it has come
+        self.step: ReportedStep | None = None  # how far the program says it has come
         self.finished = False  # the program has come to its end
         self.elastic = False  # the program has entered `dure.elastic.run`
         self.signs_of_work = 0
         self._told_stack = False
         self._tells_last = False
-        self._frames: list[Frame] = []
+        self._frames: list[StackFrame] = []
         self._in_bootstrap = False  # whether a frame of the bootstrap has come already
         self._rest = b""
 
     @property
-    def told(self) -> bool:
+    def answered(self) -> bool:
         """Whether the rank has answered: its stack, and its last operation.
 
         If that has failed, the rank is about to print a traceback and to report its crash, which is
@@ -105,7 +105,7 @@ class ReportReader:
         elif match := _FRAME.fullmatch(line):
             number = match["line"]
             known = number.isdecimal() and len(number) < _LONGEST_NUMBER
-            frame = Frame(match["file"], int(number) if known else 0, match["function"])
+            frame = StackFrame(match["file"], int(number) if known else 0, match["function"])
             if frame.file not in _BOOTSTRAP:
                 self._frames.append(frame)
                 return

@@ -40,8 +40,8 @@ _CHILD = str(Path(__file__).with_name("child.py"))
 class RankProcess:
     """A started rank: its process and the launcher's ends of its pipes.
 
-    `stdout` is what the rank prints, `stderr` what it complains about, `report_fd` what its
-    bootstrap tells. `fresh` is set for a rank that was not forked from the zygote.
+    `stdout` and `stderr` are pipes with the rank's output, `report_fd` one with its reports.
+    `fresh` is set for a rank that was not forked from the zygote.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class RankProcess:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def ask_stack(self) -> bool:
-        """Ask for the Python stack; False where nobody would answer.
+        """Ask for the Python stack; False if the rank cannot answer.
 
         The signal kills a process that does not catch it: one that is still starting, or one whose
         program was replaced by exec.
@@ -243,7 +243,9 @@ def _settle(start: RankStart) -> int:
         text = io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), "utf-8", write_through=True)
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
-    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), "utf-8")  # `settle` opens it anew
+    sys.stdin = io.TextIOWrapper(
+        io.FileIO(0, closefd=False), "utf-8"
+    )  # `settle` has opened it again
     report = forking.settle(order, fds, dict(env.everything()))
     child.die_with(start.launcher)
     return report

@@ -52,13 +52,13 @@ class RankStart:
 
 
 class Zygote:
-    """A running zygote. What its imports print goes to the launcher's standard error, once.
+    """A running zygote. The output of its imports goes to the launcher's standard error, once.
 
     Args:
         spec: The job.
-        names: What it imports.
+        names: The modules that it imports.
         needed: How many of `names`, the first ones, must import without an error.
-        environment: What it is started with.
+        environment: Its variables.
 
     Raises:
         OSError: The process cannot be started.

@@ -1,11 +1,11 @@
 """The same line from many ranks, shown once, and the prefix that says which ranks wrote it.
 
-Ranks mostly print the same thing at the same time. A `Folder` holds each line back for a moment,
-the *window*, and lets other ranks' equal lines join it: `[0-3] epoch 2`.
+Ranks mostly print the same thing at the same time. A `LineFolder` holds each line back for a
+moment, the *window*, and lets other ranks' equal lines join it: `[0-3] epoch 2`.
 
 Lines wait in one queue, as *entries*: a text, and the ranks that wrote it. A line of rank r joins
 the first entry with its text behind r's last entry; if there is none, it begins an entry. So a
-rank's lines are shown in the order in which it wrote them, whatever joins them. An entry leaves
+rank's lines are always shown in the order in which it wrote them. An entry leaves
 once every rank is in it, or when its window is over; if too many wait, the oldest leave early.
 
 Folded line by line, different tracebacks of two ranks would come under one header. So the lines of
@@ -28,7 +28,7 @@ from operator import attrgetter
 
 from dure.launch.spec import Stream
 
-__all__ = ["WINDOW_S", "Entry", "Folder", "Prefixes", "Tracebacks", "rank_set"]
+__all__ = ["WINDOW_S", "Entry", "LineFolder", "Prefixes", "Tracebacks", "rank_set"]
 
 WINDOW_S = 0.1
 MAX_BYTES = 1 << 20
@@ -57,7 +57,7 @@ class Entry:
         return self.key[1]
 
 
-class Folder:
+class LineFolder:
     def __init__(self, ranks: Iterable[int], window_s: float = WINDOW_S) -> None:
         self._all = sum(1 << rank for rank in ranks)
         self._window_s = window_s
@@ -74,9 +74,9 @@ class Folder:
     def put(
         self, owner: object, rank: int, stream: Stream, lines: list[bytes], now: float
     ) -> list[Entry]:
-        """Take whole lines of a local rank's pipe, and return what must leave at once.
+        """Take complete lines of a local rank's pipe; return the entries that must leave at once.
 
-        `owner` stands for the pipe; lines of different streams never fold together.
+        `owner` identifies the pipe; lines of different streams never fold together.
         """
         last = self._last.get(rank, 0)
         for text in lines:
@@ -144,7 +144,7 @@ class Prefixes:
         self.of = lru_cache(4096)(self._make)  # sets are many: 2 to the power of ranks
 
     def _make(self, bits: int, colour: bool) -> bytes:
-        """Return the prefix of a set of local ranks, where bit i stands for local rank i."""
+        """Return the prefix of a set of local ranks; bit i of it is local rank i."""
         if not self._shown:
             return b""
         ranks = [self._first + i for i in range(bits.bit_length()) if bits >> i & 1]
@@ -156,7 +156,7 @@ class Prefixes:
 
 
 class Tracebacks:
-    """Joins the lines of a traceback into one text; `owner` stands for the pipe they came from."""
+    """Joins the lines of a traceback into one text; `owner` identifies the pipe."""
 
     def __init__(self) -> None:
         self._held: dict[object, list[bytes]] = {}

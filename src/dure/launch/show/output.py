@@ -3,12 +3,12 @@
 Each pipe has a `LineReader`, which cuts bytes into lines, and the terminal (or file) has a `Sink`,
 which writes them with a prefix. The rules:
 
-- A line is written whole: a long one is held back until its newline has come.
+- A line is written in one piece: a long one is held back until its newline has come.
 - A line without an end (a prompt, a progress bar) is shown once nothing has come for `IDLE_S`; in a
   file, one that returns to its start (a progress bar, which may never be idle) every `PATIENCE_S`.
-  What comes next from the same pipe continues it; what comes from another starts a new line first.
-- Bytes are passed on as they are. On a terminal, what returns to its start is drawn in an *area* at
-  the bottom (see `screen`), with one prefix per row.
+  More output of the same pipe continues it; that of another pipe starts a new line first.
+- Bytes are passed on as they are. On a terminal, a line that returns to its start is drawn in an
+  *area* at the bottom (see `screen`), with one prefix per row.
 - The launcher must never wait for the reader of its output, or it could not end the job. So the
   sink queues, writes only what the kernel takes at once, and reports when it is `full`: the
   launcher then stops reading from the ranks.
@@ -38,7 +38,7 @@ class LineReader:
     """Cuts the bytes of one pipe into lines.
 
     Attributes:
-        rows: What the program draws, and may still change: see `screen`.
+        rows: Lines that the program may still change: see `screen`.
     """
 
     def __init__(self, rank: int, stream: Stream) -> None:
@@ -147,7 +147,7 @@ class Sink:
         return self._owner is owner
 
     def put(self, owner: object, prefix: bytes, lines: list[bytes]) -> None:
-        """Queue whole lines of one pipe, for which `owner` stands."""
+        """Queue complete lines of one pipe, which `owner` identifies."""
         if not lines:
             return
         body = (b"\n" + prefix).join(lines) + b"\n"

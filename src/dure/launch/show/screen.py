@@ -136,7 +136,9 @@ class Screen(LineReader):
         elif letter in b"hl" and number == b"?25":
             self._hidden = letter == b"l"
         elif letter == b"m" and self._returned and number in (b"", b"0"):
-            self.rows[self._row] += token  # the end of what is there, not the start of a new text
+            self.rows[self._row] += (
+                token  # the end of the text before it, not the start of a new one
+            )
         elif letter == b"m":
             self._write(token)
 

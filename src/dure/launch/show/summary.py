@@ -1,4 +1,4 @@
-"""The summary of a job that failed or was interrupted: what the user reads last.
+"""The summary of a job that failed or was interrupted, after all output.
 
 It names the rank that failed first, how, its traceback unless that is in the output above already,
 and its last operation; the ranks that failed in the same way; and where each other rank was: the
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dure.launch.show.folding import rank_set
-from dure.launch.spec import HANG, Frame, JobResult, RankResult, signal_name
+from dure.launch.spec import HANG, JobResult, RankResult, StackFrame, signal_name
 from dure.trace.frames import user_frame
 
 __all__ = ["summary", "where"]
@@ -32,7 +32,7 @@ _HINTS: dict[int, str] = {
 }
 
 
-def where(stack: tuple[Frame, ...]) -> str:
+def where(stack: tuple[StackFrame, ...]) -> str:
     """Return in one line where a stack is: the program's innermost line, and what it called.
 
     The program may be an installed package. A rank that starts or ends has no line of the program,
@@ -80,10 +80,10 @@ def _failure(
         lines += _traceback(failure.rank, failure.crash.traceback, shown)
     lines += [f"  {what}" for what in _doing(failure)]
     others = [rank for rank in result.ranks if not rank.is_process_of(failure)]
-    alike = [rank for rank in others if _is_alike(rank, failure)]
-    if alike:
-        lines.append(f"{_ranks(alike)} failed in the same way")
-    others = [rank for rank in others if rank not in alike]
+    same = [rank for rank in others if _is_alike(rank, failure)]
+    if same:
+        lines.append(f"{_ranks(same)} failed in the same way")
+    others = [rank for rank in others if rank not in same]
     if others:
         replaced = any(rank.rank == failure.rank for rank in others)
         then = "it was replaced" if replaced else "the others continued without it"

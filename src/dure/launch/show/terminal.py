@@ -1,8 +1,8 @@
 """Where the ranks' output goes: to the terminal or to a function, and to files if requested.
 
 A rank's bytes pass through: pipe, log file (unchanged), `LineReader` or, on a terminal, `Screen`
-(lines), `Folder` (equal lines of several ranks, once), `Sink` (with a prefix). A function of the
-caller (`JobSpec.on_line`) gets every line in place of the last two.
+(lines), `LineFolder` (equal lines of several ranks, once), `Sink` (with a prefix). A caller's
+function (`JobSpec.on_line`) gets every line in place of the last two.
 
 With one rank on this host, and none of the options that ask for its output, the rank gets the
 launcher's terminal itself (`inherits`). Otherwise its variables say that a terminal shows what it
@@ -19,9 +19,9 @@ from collections import deque
 
 from dure import env
 from dure.launch.ranks.environment import Round
-from dure.launch.ranks.report import Step
+from dure.launch.ranks.report import ReportedStep
 from dure.launch.ranks.spawn import RankProcess
-from dure.launch.show.folding import WINDOW_S, Entry, Folder, Prefixes, Tracebacks
+from dure.launch.show.folding import WINDOW_S, Entry, LineFolder, Prefixes, Tracebacks
 from dure.launch.show.logs import Logs, is_shown
 from dure.launch.show.output import LineReader, Sink, same_file
 from dure.launch.show.screen import Screen
@@ -73,7 +73,7 @@ class Terminal:
         self._sinks: dict[Stream, Sink] = {"stdout": out, "stderr": errors}
         self.sinks = (out,) if out is errors else (out, errors)  # the places that are written to
         self._readers: list[LineReader] = []
-        self._folders = {sink.fd: Folder([0]) for sink in self.sinks}
+        self._folders = {sink.fd: LineFolder([0]) for sink in self.sinks}
         self._colour = {sink.fd: sink.terminal and not env.text("NO_COLOR") for sink in self.sinks}
         self._prefixes = Prefixes(0, spec.nproc)
         self._first_rank = 0
@@ -106,7 +106,7 @@ class Terminal:
         """Why nothing is written to the standard output any more."""
         trouble = self._sinks["stdout"].trouble
         if trouble is None or self.unread:
-            return "nobody reads the output any more"
+            return "the output was closed by its reader"
         return f"the output cannot be written: {trouble.strerror}"
 
     @property
@@ -136,7 +136,7 @@ class Terminal:
         self._prefixes = Prefixes(this_round.first_rank, this_round.world_size, host, shown)
         for stream, sink in self._sinks.items():
             ranks = [r for r in range(this_round.nproc) if is_shown(spec, r, stream)]
-            self._folders[sink.fd] = Folder(ranks, WINDOW_S if spec.fold else 0.0)
+            self._folders[sink.fd] = LineFolder(ranks, WINDOW_S if spec.fold else 0.0)
         self._logs.begin(this_round)
         self._warn()
 
@@ -150,7 +150,7 @@ class Terminal:
         self._logs.note("ended", rank=rank, pid=pid, code=how.code, signal=how.signal)
         self._warn()
 
-    def reported(self, rank: int, crash: Crash | None, step: Step | None) -> None:
+    def reported(self, rank: int, crash: Crash | None, step: ReportedStep | None) -> None:
         """Record what a rank reported: its crash, the first time, or its progress."""
         if crash is not None:
             self._logs.note("crashed", rank=rank, type=crash.type, message=crash.message)
@@ -285,13 +285,13 @@ class Terminal:
 
     def _show(self, reader: LineReader, lines: list[bytes], now: float, part: bytes = b"") -> None:
         """Show lines of a pipe, and a part of the next one."""
-        whole = [*lines, part] if part else lines
-        if not whole:
+        shown = [*lines, part] if part else lines
+        if not shown:
             return
         if self._spec.watcher is not None:
-            self._spec.watcher.wrote(reader.rank, reader.stream, whole)
+            self._spec.watcher.wrote(reader.rank, reader.stream, shown)
         if self._spec.on_line is not None:
-            for line in whole:
+            for line in shown:
                 self._spec.on_line(Line(reader.rank, reader.stream, line))
             return
         local = reader.rank - self._first_rank

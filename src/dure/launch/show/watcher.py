@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dure.launch.ranks.report import Step
+from dure.launch.ranks.report import ReportedStep
 from dure.launch.spec import Stream
 
 __all__ = ["Watcher"]
@@ -27,7 +27,7 @@ class Watcher(Protocol):
         """Record the last line that a rank wrote, complete or not."""
         ...
 
-    def progressed(self, rank: int, step: Step) -> None:
+    def progressed(self, rank: int, step: ReportedStep) -> None:
         """Record a rank's step (`dure.progress`)."""
         ...
 

@@ -31,7 +31,7 @@ from torch import nn
 import dure
 from dure.data import DataLoader
 from dure.elastic import Options, State
-from dure.elastic.membership import Membership
+from dure.elastic.membership import RankMembership
 from dure.elastic.snapshot import Snapshot
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 120, 12, 2
@@ -134,8 +134,8 @@ def plant(kind: Any, method: str, point: str, number_of: Callable[..., int]) -> 
 
 def main() -> None:
     """Train, and tell how it went, as one line of JSON."""
-    plant(Membership, "announce", "agree", lambda last, progress: last.number + 1)
-    plant(Membership, "keys_of", "form", lambda view: view.number)
+    plant(RankMembership, "announce", "agree", lambda last, progress: last.number + 1)
+    plant(RankMembership, "keys_of", "form", lambda view: view.number)
     plant(Snapshot, "take", "staged", lambda parts, values, step: step)
     state = make_state()
     limit = timedelta(seconds=float(os.environ.get("ELASTIC_TIMEOUT_S", "60")))
