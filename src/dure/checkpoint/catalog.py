@@ -29,7 +29,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dure.checkpoint.files import read_file, readable, too_new
-from dure.checkpoint.folder import Unflushed, check_link, flush, replace_file
+from dure.checkpoint.folder import Unflushed, check_link, flush, remove_hidden, replace_file
 from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.checkpoint.tree import Leaf, Named, decode, flatten
@@ -166,6 +166,7 @@ def clear(folder: Path) -> None:
     Raises:
         OSError: The folder cannot be read or flushed.
     """
+    remove_hidden(folder / NAME)
     names = os.listdir(folder)
     numbers = {int(found[1]) for found in map(_PART.fullmatch, names) if found}
     kept: Mapping[str, Any] = {}
@@ -181,8 +182,16 @@ def clear(folder: Path) -> None:
         remove(folder, keep=kept)
 
 
-def publish(folder: Path, catalog: Catalog) -> Unflushed | None:
+def publish(
+    folder: Path, catalog: Catalog, check: Callable[[], object] = lambda: None
+) -> Unflushed | None:
     """Make `catalog` that of the folder, durably; then remove the files that it does not name.
+
+    Args:
+        folder: The folder.
+        catalog: Of the new checkpoint.
+        check: Called at first, and right before the manifest is put in place; an error of it
+            prevents that.
 
     Returns:
         The error of the last flush, if that failed: the catalog is in place, but a power failure
@@ -192,10 +201,11 @@ def publish(folder: Path, catalog: Catalog) -> Unflushed | None:
         CheckpointNotWritten: This rank does not find a file that another rank wrote.
         OSError: It cannot be written; the folder's checkpoint is the one before.
     """
+    check()  # a job that has taken over may have removed the files
     _check_seen(folder, catalog)
     text = _sealed(catalog.dump())
     try:
-        replace_file(folder / NAME, text)
+        replace_file(folder / NAME, text, check)
     except Unflushed as e:
         return e
     with suppress(OSError):

@@ -3,19 +3,22 @@
     000012-step-3000/                 a checkpoint: the 12th that was saved, after step 3000
         part-000001-00000.safetensors
         manifest.json
-    .saving-000013-step-3100/         being written; or left by a run that was killed in it
+    .saving-000013-step-3100-5f0c2a/  being written; or left by a run that was killed in it
     .removing-000009-step-2700/       on its way out
 
-A checkpoint is written under a hidden name. When every file in it is on the disk, the folder is
-renamed, and the parent folder flushed: that rename is the commit, and it is atomic. Removal goes
-the other way round: renamed first, then emptied. So whatever is killed when, a folder with a
-checkpoint's name is a complete one; later changes of its bytes are found by the checksums.
+A checkpoint is written under a hidden name, which no other save uses. When every file in it is on
+the disk, the folder is renamed, and the parent folder flushed: that rename is the commit, and it is
+atomic. Removal goes the other way round: renamed first, then emptied. So whatever is killed when, a
+folder with a checkpoint's name is a complete one; later changes of its bytes are found by the
+checksums.
 
 *Newest* is by the running number, not by the step: a run that was sent back to an older step, and
 saves again, continues from there.
 
 One job at a time may save in a folder, since each removes what it considers leftovers, and old
-checkpoints. It holds a lock on the folder from its first checkpoint to its end (`lock`).
+checkpoints. It holds a lock on the folder from its first checkpoint to its end (`lock`). A process
+that was stopped after its last look at the lock may continue while the next job saves. Its rename
+then fails: the next job has renamed or removed the hidden name before it began.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +45,7 @@ __all__ = [
     "flush",
     "flush_name",
     "make",
+    "remove_hidden",
     "replace_file",
 ]
 
@@ -71,6 +77,7 @@ class Folder:
         self._lock: FolderLock | None = None
         self._holds = False
         self._begun: Path | None = None
+        self._final = path
         _folders.add(self)
 
     def places(self) -> list[Place]:
@@ -98,9 +105,10 @@ class Folder:
         self.hold()
         self.clean()
         number = max((place.number for place in self.places()), default=0) + 1
-        made = self.path / f"{_SAVING}{number:06d}-step-{step}"
+        name = f"{number:06d}-step-{step}"
+        made = self.path / f"{_SAVING}{name}-{secrets.token_hex(3)}"
         made.mkdir()
-        self._begun = made
+        self._begun, self._final = made, self.path / name
         return made
 
     def hold(self) -> None:
@@ -159,7 +167,7 @@ class Folder:
             OSError: It cannot be renamed; or another job has taken the folder over.
         """
         self.check()
-        final = made.with_name(made.name.removeprefix(_SAVING))
+        final = self._final
         made.rename(final)
         assert self._lock is not None
         self._lock.kept = self._lock.kept or self._for_job
@@ -175,8 +183,11 @@ class Folder:
     def clean(self) -> None:
         """Remove what was never committed, and what was being removed."""
         for path in self.path.iterdir():
-            if path.name.startswith((_SAVING, _REMOVING)):
+            if path.name.startswith(_REMOVING):
                 shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(_SAVING):
+                with suppress(FileNotFoundError):  # it has just been committed
+                    self.remove(path)
 
 
 _folders: WeakSet[Folder] = WeakSet()
@@ -222,27 +233,41 @@ def check_link(folder: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, seen, str(path))
 
 
-def replace_file(path: Path, data: bytes | bytearray) -> None:
+def replace_file(
+    path: Path, data: bytes | bytearray, check: Callable[[], object] = lambda: None
+) -> None:
     """Create or replace a file, completely and durably: written under another name and renamed.
+
+    Args:
+        path: The file.
+        data: Its new content.
+        check: Called right before the rename; an error of it prevents that.
 
     Raises:
         Unflushed: It is in place, but the folder cannot be flushed.
         OSError: It cannot be written; the previous file is unchanged.
     """
-    hidden = path.with_name(_SAVING + path.name)
-    hidden.unlink(missing_ok=True)
+    hidden = path.with_name(f"{_SAVING}{path.name}-{secrets.token_hex(3)}")
     try:
         with hidden.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         flush(path.parent)
+        check()
         hidden.rename(path)
     except BaseException:
         with suppress(OSError):
             hidden.unlink(missing_ok=True)
         raise
     flush_name(path)
+
+
+def remove_hidden(path: Path) -> None:
+    """Remove what `replace_file` has left of a file: the process was killed, or is stopped."""
+    for name in os.listdir(path.parent):
+        if name.startswith(_SAVING + path.name):
+            path.with_name(name).unlink(missing_ok=True)
 
 
 class Unflushed(OSError):

@@ -331,8 +331,7 @@ class Saving:
         def publish_on_rank_0() -> Unflushed | None:
             if ranks.rank != 0:
                 return None
-            folder.check()
-            return publish(path, catalog)
+            return publish(path, catalog, folder.check)
 
         def clean_up() -> None:
             """Remove all files on rank 0, and this rank's on others: hosts may not share them."""

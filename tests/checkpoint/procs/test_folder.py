@@ -1,4 +1,4 @@
-"""The lock on a folder, and children that are forked while it is held."""
+"""The lock on a folder: children that are forked while it is held, and a holder that is stopped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from multiprocessing import current_process
 import pytest
 
 from dure.checkpoint import lock
+from dure.checkpoint.catalog import Catalog, clear, publish
 from dure.checkpoint.folder import Folder
 from dure.testing.pool import start_server
 from tests.waiting import PATIENCE_S
@@ -78,3 +79,39 @@ def test_a_forked_child_neither_releases_the_lock_nor_removes_what_is_being_save
     assert here.poll(PATIENCE_S)
     assert here.recv() == (True, errno.EBUSY)
     holder.join()
+
+
+def _save_instead(path, pipe):
+    (path / ".lock").unlink()  # as another host does when the holder's lease is over
+    begun = Folder(path).begin(3)
+    (begun / "part").write_text("a half")
+    pipe.send("begun")
+    pipe.recv()
+
+
+def test_a_holder_that_was_stopped_before_the_rename_commits_no_other_save(tmp_path, monkeypatch):
+    context = start_server()
+    here, there = context.Pipe()
+    other = context.Process(target=_save_instead, args=(tmp_path, there))
+    mine = Folder(tmp_path)
+    begun, check = mine.begin(3), mine.check
+
+    def stopped_after_the_check():
+        check()
+        other.start()
+        assert here.poll(PATIENCE_S) and here.recv() == "begun"
+
+    monkeypatch.setattr(mine, "check", stopped_after_the_check)
+    try:
+        with pytest.raises(FileNotFoundError):
+            mine.commit(begun)
+        assert mine.places() == []
+    finally:
+        other.kill()
+        other.join()
+
+
+def test_a_manifest_of_a_stopped_save_is_never_put_in_place_after_the_next_one_began(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        publish(tmp_path, Catalog({}, {}, {}, {}), check=lambda: clear(tmp_path))
+    assert list(tmp_path.iterdir()) == []

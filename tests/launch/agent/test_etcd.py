@@ -74,10 +74,10 @@ def test_a_host_that_asks_again_over_another_connection_keeps_its_lease(server: 
         joins(one, "a")
         assert isinstance(joins(lost, "b"), Admitted)
         assert isinstance(joins(again, "b"), Admitted)
-        assert again.ask(Tell("b", b"b")) == Accepted()
-        view = again.ask(Watch("b", b"b"), 5.0)
-        assert isinstance(view, View) and isinstance(view.action, Work)
-        assert again.ask(Leave("b", b"b")) == Accepted()
+        assert again.ask(Heartbeat("b", b"b")) == Accepted()
+        view = again.ask(WatchRequest("b", b"b"), 5.0)
+        assert isinstance(view, View) and isinstance(view.action, RunRound)
+        assert again.ask(LeaveRequest("b", b"b")) == Accepted()
         assert joins(lost, "b") == Gone()
 
 

@@ -273,7 +273,7 @@ def test_too_few_came(came: list[Joined], endpoint: str, why: list[str]) -> None
     apply(state, *came)
     if came:
         waiting = state.action("a")
-        assert isinstance(waiting, Wait)
+        assert isinstance(waiting, Idle)
         assert ("itself" in waiting.line) == ("itself" in why[0])
     state.apply(Expired("join 0"))
     assert outcome_of(state).code == 1

@@ -209,7 +209,7 @@ class Link:
         self._reaper.appoint(msgspec.msgpack.encode(will))
         return True
 
-    def _request(self, host: str, port: int, settings: Settings, former: str) -> Join:
+    def _request(self, host: str, port: int, settings: Settings, former: str) -> JoinRequest:
         """Return a request to become a member, under a new name."""
         spec, address = self._spec, self.endpoint.address
         joined = Joined(uuid.uuid4().hex[:12], host, spec.nproc, spec.node_rank, address, port)
