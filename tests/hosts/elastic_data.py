@@ -1,12 +1,14 @@
 """An elastic program for ranks on hosts: it writes down which samples each epoch has had.
 
 The first epoch waits before its first step until there are 2 ranks, before its fourth until there
-are 3, and before its seventh until there are 2 again. At the end each rank prints "samples" with
-what all ranks have had, epoch by epoch, and "sizes" with the number of ranks in each step.
+are 3, and before its seventh until there are 2 again. At the end each rank writes into the file
+`had on HOST` the samples that all ranks have had, and the number of ranks in each step, by epoch.
 """
 
 from __future__ import annotations
 
+import json
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -65,8 +67,7 @@ def main() -> None:
     )
     options = Options(timeout=timedelta(seconds=60))
     assert dist.elastic.run(lambda state: train(state, folder), state, options)
-    print("samples", state.samples, flush=True)
-    print("sizes", state.sizes, flush=True)
+    (folder / f"had on {socket.gethostname()}").write_text(json.dumps([state.samples, state.sizes]))
 
 
 if __name__ == "__main__":

@@ -164,9 +164,17 @@ def several_ranks_on(
     *args: object,
 ) -> Iterator[Ranks]:
     """Run `fn(slot, variables, *args)` on `each` ranks of every host, as `ranks_on`."""
+    with forked_ranks(made, each, folder) as ranks:
+        ranks.start(fn, variables_of(made, each, folder / "key") | variables, *args)
+        yield ranks
+
+
+@contextmanager
+def forked_ranks(made: Sequence[Host], each: int, folder: Path) -> Iterator[Ranks]:
+    """Fork `each` ranks on every host, which do nothing yet."""
+    folder.mkdir(exist_ok=True)
     inside = [host.inner_pid for host in made for _ in range(each)]
     with Ranks(len(inside), folder, inside=inside) as ranks:
-        ranks.start(fn, variables_of(made, each, folder / "key") | variables, *args)
         yield ranks
 
 
@@ -180,6 +188,7 @@ __all__ = [
     "STORE_PORT",
     "add_second_network",
     "close_ports",
+    "forked_ranks",
     "give_names",
     "hosts",
     "inside",

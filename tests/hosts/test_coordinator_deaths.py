@@ -6,8 +6,6 @@ A coordinator whose cable is cut first, so that nothing is refused at its port, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.hosts.ways import HostJobs
@@ -16,23 +14,20 @@ pytestmark = pytest.mark.needs("network namespaces", "etcd", "engine", "sshd")
 
 SLOW = pytest.mark.slow
 LAUNCHER = ("dure.cli", "--nnodes")
-# The first round waits for both hosts.
-BOTH: dict[str, Any] = {"DURE_SILENCE": "4", "PET_RDZV_CONF": "last_call_timeout=600"}
 
 
 @pytest.mark.parametrize(
     ("dies", "restarts"),
     [
-        ("launcher", "0"),
-        pytest.param("launcher", "3", marks=SLOW),
-        pytest.param("host", "3", marks=SLOW),
+        ("launcher", 0),
+        pytest.param("launcher", 3, marks=SLOW),
+        pytest.param("host", 3, marks=SLOW),
     ],
 )
 def test_without_etcd_the_job_ends_with_its_coordinator_and_says_what_to_do(
-    dies: str, restarts: str, jobs: HostJobs
+    dies: str, restarts: int, jobs: HostJobs
 ) -> None:
-    job = jobs.start("dure run", nnodes="1:2", PET_MAX_RESTARTS=restarts, **BOTH)
-    job.wait_until_up()
+    job = jobs.start_reducing("dure run", nnodes="1:2", lease_s=4, max_restarts=restarts)
     if dies == "host":
         job.hosts[0].kill()
     else:
@@ -46,8 +41,7 @@ def test_without_etcd_the_job_ends_with_its_coordinator_and_says_what_to_do(
 
 
 def test_with_etcd_the_others_go_on_without_any_host(jobs: HostJobs) -> None:
-    job = jobs.start("etcd", nnodes="1:2", PET_MAX_RESTARTS="3", **BOTH)
-    job.wait_until_up()
+    job = jobs.start_reducing("etcd", nnodes="1:2", lease_s=4, max_restarts=3)
     job.kill(0, *LAUNCHER)
     job.wait_for_round(1)
     (job.folder / "finish").touch()
@@ -59,8 +53,7 @@ def test_with_etcd_the_others_go_on_without_any_host(jobs: HostJobs) -> None:
 
 @SLOW
 def test_with_etcd_and_without_restarts_the_lost_host_is_named(jobs: HostJobs) -> None:
-    job = jobs.start("etcd", **BOTH)
-    job.wait_until_up()
+    job = jobs.start_reducing("etcd", lease_s=4)
     job.kill(0, *LAUNCHER)
     assert job.codes(1) == [1]
     assert "lost a (its launcher was killed)" in job.printed(1), job.printed(1)
@@ -69,8 +62,7 @@ def test_with_etcd_and_without_restarts_the_lost_host_is_named(jobs: HostJobs) -
 
 @SLOW
 def test_clocks_an_hour_apart_change_neither_leases_nor_restarts(jobs: HostJobs) -> None:
-    job = jobs.start("dure run", "other clock", "1:2", PET_MAX_RESTARTS="3", **BOTH)
-    job.wait_until_up()
+    job = jobs.start_reducing("dure run", "other clock", "1:2", lease_s=4, max_restarts=3)
     job.hosts[1].start_any(["kill", "-KILL", (job.folder / "up 3").read_text()], {}).wait()
     job.wait_for_round(1)
     job.hosts[1].kill()

@@ -12,8 +12,7 @@ AT = "10.213.7.1:29400"
 
 
 def test_a_second_job_at_a_taken_endpoint_is_refused_or_waits_and_says_so(jobs: HostJobs) -> None:
-    first = jobs.start("dure run")
-    first.wait_until_up()
+    first = jobs.start_reducing("dure run")
     other = jobs.start("dure run", beside=first, PET_RDZV_ID="other")
     assert other.codes() == [1, 1]
     for host in (0, 1):
@@ -32,8 +31,7 @@ def test_a_second_job_at_a_taken_endpoint_is_refused_or_waits_and_says_so(jobs: 
 def test_a_second_job_runs_at_another_port_and_one_after_the_other_at_the_same(
     jobs: HostJobs,
 ) -> None:
-    first = jobs.start("dure run")
-    first.wait_until_up()
+    first = jobs.start_reducing("dure run")
     beside = jobs.start("dure run", beside=first, port=29444)
     beside.wait_until_up()
     for job in (first, beside):

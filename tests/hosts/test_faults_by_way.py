@@ -57,13 +57,6 @@ def stop_for(found: list[psutil.Process], seconds: float) -> None:
     resume(found)
 
 
-def started(jobs: HostJobs, way: str, silence_s: int = 4) -> HostJob:
-    """Start a job, and wait until all its ranks have reduced."""
-    job = jobs.start(way, DURE_SILENCE=str(silence_s))
-    job.wait_until_up()
-    return job
-
-
 def ends_naming(job: HostJob, fault: str, way: str, *names: str) -> None:
     """Wait until host a's part of a job has ended, and check that it names the culprit somehow."""
     began = time.monotonic()
@@ -85,7 +78,7 @@ def note(fault: str, way: str, took_s: float, codes: list[int], line: str = "") 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("fault", ["power", "cable", "one direction"])
 def test_a_lost_host_is_named_on_the_other(fault: str, way: str, jobs: HostJobs):
-    job = started(jobs, way)
+    job = jobs.start_reducing(way, lease_s=4)
     if fault == "power":
         job.hosts[1].kill()
     elif fault == "cable":
@@ -100,7 +93,7 @@ def test_a_lost_host_is_named_on_the_other(fault: str, way: str, jobs: HostJobs)
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_killed_rank_is_named_on_all_hosts(way: str, jobs: HostJobs):
-    job = started(jobs, way)
+    job = jobs.start_reducing(way, lease_s=4)
     pid = (job.folder / "up 3").read_text()  # on host b, which has its own numbers
     assert job.hosts[1].start_any(["kill", "-KILL", pid], {}).wait() == 0
     names = ("rank 3", "ranks 2, 3")  # torchrun kills rank 2, too, and at once
@@ -110,7 +103,7 @@ def test_a_killed_rank_is_named_on_all_hosts(way: str, jobs: HostJobs):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_host_that_is_stopped_for_seconds_loses_nothing(way: str, jobs: HostJobs):
-    job = started(jobs, way, silence_s=30)
+    job = jobs.start_reducing(way, lease_s=30)
     stop_for(processes(job), STOPPED_S)
     (job.folder / "finish").touch()
     began = time.monotonic()

@@ -39,9 +39,7 @@ def steps_of_the_past(job: HostJob) -> list[tuple[int, str, int]]:
 def test_a_host_that_was_given_up_returns_and_rounds_never_overlap(
     way: str, nnodes: str, jobs: HostJobs
 ) -> None:
-    conf = "last_call_timeout=600"  # both hosts are to be in the first round
-    job = jobs.start(way, nnodes=nnodes, DURE_SILENCE="4", PET_MAX_RESTARTS="3", PET_RDZV_CONF=conf)
-    job.wait_until_up()
+    job = jobs.start_reducing(way, nnodes=nnodes, lease_s=4, max_restarts=3)
     waits = "lost b (nothing was heard of it for 6 s); waiting at 10.213.7.1:"
     assert job.steps()[0][0] == 0
     host_b = processes(job)

@@ -144,8 +144,7 @@ def test_a_killed_process_is_named_and_nothing_of_the_job_remains(
 ) -> None:
     host, words, code, named = DEATHS[who]
     shared = set(os.listdir("/dev/shm"))
-    job = jobs.start("ssh", DURE_SILENCE="4")
-    job.wait_until_up()
+    job = jobs.start_reducing("ssh", lease_s=4)
     job.kill(host, *words)
     assert job.codes() == [code], job.printed()
     assert named in job.printed()

@@ -21,7 +21,7 @@ from dure.errors import DureError, RendezvousError, RendezvousTimeout
 from dure.store import rendezvous
 from tests.comm.forked_ranks import Ranks, Slot
 from tests.comm.namespace_hosts import PORT, Host, hosts, variables_of
-from tests.hosts.networks import set_variables
+from tests.hosts.networks import forked_ranks, set_variables
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.needs("network namespaces", "engine")
@@ -73,16 +73,12 @@ def num_connected(host: Host) -> int:
 @contextmanager
 def two_jobs(folder: Path) -> Iterator[tuple[list[Host], dict[str, str], Ranks, Ranks]]:
     """Make hosts; yield them, the variables of both jobs, and the ranks of each."""
-    for name in ("old", "new"):
-        (folder / name).mkdir()
-    with hosts(2, "again") as made:
-        inside = [host.inner_pid for host in made for _ in range(EACH)]
-        variables = variables_of(made, EACH, folder / "key")
-        with (
-            Ranks(COUNT, folder / "old", inside=inside) as old,
-            Ranks(COUNT, folder / "new", inside=inside) as new,
-        ):
-            yield made, variables, old, new
+    with (
+        hosts(2, "again") as made,
+        forked_ranks(made, EACH, folder / "old") as old,
+        forked_ranks(made, EACH, folder / "new") as new,
+    ):
+        yield made, variables_of(made, EACH, folder / "key"), old, new
 
 
 @pytest.mark.parametrize("num_started", [COUNT, COUNT - 1], ids=["trains", "waits for a rank"])

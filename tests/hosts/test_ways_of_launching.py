@@ -26,8 +26,7 @@ SLOW = pytest.mark.slow
         ("dure run", "other clock"),
         ("ssh", "plain"),
         pytest.param("etcd", "IPv6", marks=ETCD),
-        # Four Pythons that load torch each; other tests of hosts set the same variables.
-        pytest.param("static variables", "Debian's names", marks=SLOW),
+        ("static variables", "Debian's names"),
         pytest.param("static variables", "IPv6", marks=SLOW),
         pytest.param("static variables", "short packets", marks=SLOW),
         pytest.param("torchrun", "Debian's names", marks=SLOW),

@@ -1,14 +1,15 @@
-"""Jobs of two ranks on each of two hosts: every way of launching, several kinds of networks."""
+"""Jobs on hosts, mostly of two ranks on each of two: ways of launching, kinds of networks."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.comm.namespace_hosts import Host, hosts, variables_of
 from tests.hosts import networks
@@ -20,7 +21,6 @@ WAYS = ("static variables", "torchrun", "dure run", "ssh", "etcd")
 NETWORKS = ("plain", "IPv6", "Debian's names", "short packets", "lost packets", "other clock")
 
 _ROOT = Path(__file__).parents[2]
-_EACH = 2
 _RENDEZVOUS_PORT, _ETCD_PORT = 29400, 2379
 
 
@@ -33,7 +33,18 @@ class HostJob:
 
     hosts: list[Host]
     folder: Path
+    programs: list[tuple[int, list[str], dict[str, str]]] = field(default_factory=list)
+    """What can be started: on which host, arguments of Python, its variables."""
     processes: list[tuple[int, subprocess.Popen[str], Path]] = field(default_factory=list)
+
+    def start(self, *nodes: int) -> None:
+        """Start the programs of these hosts."""
+        for node, program, variables in self.programs:
+            if node in nodes:
+                output = self.folder / f"{len(self.processes)}.txt"
+                with output.open("w") as file:
+                    process = self.hosts[node].start(program, variables, file)
+                self.processes.append((node, process, output))
 
     def codes(self, host: int | None = None) -> list[int]:
         """Wait for the ends of what was started on a host, or on both; return the exit codes."""
@@ -91,16 +102,22 @@ class HostJobs:
         nnodes: str = "2",
         beside: HostJob | None = None,
         port: int = _RENDEZVOUS_PORT,
+        num_hosts: int = 2,
+        each: int = 2,
+        later: Sequence[int] = (),
         **variables: str,
     ) -> HostJob:
         """Start a job.
 
         Args:
-            way: One of `WAYS`.
+            way: One of `WAYS`, or "elastic": `dure run --elastic`.
             network: One of `NETWORKS`.
             nnodes: How many hosts `dure run` is to start with, and may have.
             beside: Another job, not over ssh, whose hosts and key it has, too.
             port: Where launchers rendezvous.
+            num_hosts: How many hosts to make.
+            each: How many ranks each has.
+            later: The hosts, by number, on which `HostJob.start` is to start something later.
             variables: More of the ranks' environment. Without a DURE_SILENCE there, leases last as
                 long as users' do: a thread of a busy machine may have to wait for seconds.
         """
@@ -112,9 +129,9 @@ class HostJobs:
             (folder / "key").hardlink_to(beside.folder / "key")
         elif way == "ssh":
             assert network == "plain"
-            made, config = self.stack.enter_context(ssh_hosts(2, folder, name=folder.name))
+            made, config = self.stack.enter_context(ssh_hosts(num_hosts, folder, name=folder.name))
         else:
-            made = self.stack.enter_context(hosts(2, folder.name))
+            made = self.stack.enter_context(hosts(num_hosts, folder.name))
             config = folder
             _set_up(made, network, folder)
         called = made[0].name if network == "Debian's names" else made[0].address
@@ -124,23 +141,47 @@ class HostJobs:
         if way == "ssh":
             exports = [f"-x{name}" for name in variables]
             output = folder / "front.txt"
-            more = ["--nproc", str(_EACH), *exports, *words]
+            more = ["--nproc", str(each), *exports, *words]
             with output.open("w") as file:
                 process = front(made[0], config, "a,b", more, output=file, **variables)
             job.processes.append((0, process, output))
             return job
-        world = variables_of(made, _EACH, folder / "key")
+        world = variables_of(made, each, folder / "key")
         del world["DURE_SILENCE"]
         variables = world | variables
         variables["MASTER_ADDR"] = called
         if way == "etcd":
             variables["DURE_INSECURE"] = "1"  # this etcd has no TLS
             _start_etcd(made[0], folder)
-        for node, program, own in _programs(way, made, called, words, nnodes, port):
-            output = folder / f"{len(job.processes)}.txt"
-            with output.open("w") as file:
-                process = made[node].start(program, variables | own, file)
-            job.processes.append((node, process, output))
+        for node, program, own in _programs(way, made, each, called, words, nnodes, port):
+            job.programs.append((node, program, variables | own))
+        job.start(*(node for node in range(num_hosts) if node not in later))
+        return job
+
+    def start_reducing(
+        self,
+        way: str,
+        network: str = "plain",
+        nnodes: str = "2",
+        lease_s: int | None = None,
+        max_restarts: int = 0,
+    ) -> HostJob:
+        """Start a job of `reducing`, with both hosts in its first round; wait for its first steps.
+
+        Args:
+            way: As for `start`, as are `network` and `nnodes`.
+            network: See there.
+            nnodes: See there.
+            lease_s: How long a lease lasts; None: as long as users' do.
+            max_restarts: How often the program may be restarted.
+        """
+        variables: dict[str, Any] = {"PET_MAX_RESTARTS": str(max_restarts)} if max_restarts else {}
+        if ":" in nnodes:
+            variables["PET_RDZV_CONF"] = "last_call_timeout=600"
+        if lease_s is not None:
+            variables["DURE_SILENCE"] = str(lease_s)
+        job = self.start(way, network, nnodes, **variables)
+        job.wait_until_up()
         return job
 
     def check_nothing_left(self) -> None:
@@ -165,33 +206,35 @@ def _set_up(made: list[Host], network: str, folder: Path) -> None:
 
 
 def _programs(
-    way: str, made: list[Host], called: str, words: list[str], nnodes: str, port: int
+    way: str, made: list[Host], each: int, called: str, words: list[str], nnodes: str, port: int
 ) -> list[tuple[int, list[str], dict[str, str]]]:
     """Return what to start: on which host, which arguments of Python, with which variables.
 
     Args:
         way: How.
         made: The hosts.
+        each: How many ranks each has.
         called: The name or address by which the first one is known to all.
         words: Arguments of Python that run the job's program.
         nnodes: As for `HostJobs.start`, as is `port`.
     """
     if way == "static variables":
         return [
-            (node, words, {"RANK": str(_EACH * node + local), "LOCAL_RANK": str(local)})
+            (node, words, {"RANK": str(each * node + local), "LOCAL_RANK": str(local)})
             for node in range(len(made))
-            for local in range(_EACH)
+            for local in range(each)
         ]
     if way == "torchrun":
-        run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(_EACH)]
+        run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(each)]
         run += ["--master-addr", called, "--master-port", str(port)]
         return [(node, [*run, "--node-rank", str(node), *words], {}) for node in range(len(made))]
-    run = ["-m", "dure.cli", "run", "--nnodes", nnodes, "--nproc", str(_EACH)]
+    run = ["-m", "dure.cli", "run", "--nnodes", nnodes, "--nproc", str(each)]
     if way == "etcd":
         run += ["--rdzv-backend", "etcd", "--rdzv-id", "job"]
         run += ["--rdzv-endpoint", _at(made[0].address, _ETCD_PORT)]
     else:
-        assert way == "dure run"
+        assert way in ("dure run", "elastic")
+        run += ["--elastic"] if way == "elastic" else []
         run += ["--rdzv-endpoint", _at(called, port)]
     return [(node, [*run, *words], {}) for node in range(len(made))]
 

@@ -68,7 +68,7 @@ _read_member = msgspec.msgpack.Decoder(RankMember).decode
 _read_view = msgspec.msgpack.Decoder(ElasticView).decode
 
 Unreached = Callable[[int], bool]
-"""Tells of a rank of the last view whether its group takes it for lost."""
+"""Returns whether the group of a rank of the last view takes it for lost."""
 
 
 class JobDone(Exception):
@@ -85,7 +85,7 @@ class RankMembership:
         min_ranks: Fewer members are too few.
         timeout_s: How long to wait for members that live.
         enough_s: How long to wait for newcomers while there are too few.
-        give_up: Tells a newcomer that it shall not wait any longer.
+        give_up: Returns whether a newcomer is to stop waiting.
 
     Attributes:
         me: This process, this time that it joins.
@@ -115,7 +115,7 @@ class RankMembership:
         return RankMember(uuid.uuid4().hex[:12], self._rank, myself())
 
     def _wait_for_more(self) -> None:
-        """Tell the launcher that too few ranks are here, which `enough_s` limits: it is no hang."""
+        """Report to the launcher that this rank waits for others: that is no hang."""
         now = time.monotonic()
         if now >= self._tell_at:
             self._tell_at = now + _TELL_S
@@ -194,7 +194,7 @@ class RankMembership:
 
         Args:
             last: The view that has ended.
-            unreached: Tells of a member on another host whether it is lost.
+            unreached: Returns whether a member on another host is lost.
             nudge: Called while others do not come: frees them if they wait for this rank.
 
         Raises:

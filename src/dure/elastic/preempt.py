@@ -84,7 +84,7 @@ def on_preempt(callback: F) -> F:
 
 
 def preempted(group: ProcessGroup | None = None) -> bool:
-    """Tell whether any rank was asked to end; the first time so, run the callbacks.
+    """Return whether any rank was asked to end; the first time so, run the callbacks.
 
     For programs that do without `dure.elastic.run`:
 

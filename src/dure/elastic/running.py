@@ -370,7 +370,7 @@ class _ElasticRun(Generic[T]):
     # ---- between two views ---------------------------------------------------------------------
 
     def _explained(self, error: BaseException) -> bool:
-        """Tell whether the loss of a peer, or a change of the group, explains an error."""
+        """Return whether the loss of a peer, or a change of the group, explains an error."""
         if isinstance(error, Regroup):
             return True
         found: BaseException | None = error

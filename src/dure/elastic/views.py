@@ -49,7 +49,7 @@ class Progress(msgspec.Struct, array_like=True, frozen=True):
     staged: int = -1
 
     def has(self, step: int) -> bool:
-        """Tell whether the state after `step` can be had from this rank."""
+        """Return whether the state after `step` can be had from this rank."""
         return step >= 0 and step in (self.committed, self.staged)
 
 

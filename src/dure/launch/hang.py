@@ -100,5 +100,5 @@ def likely_cause(last: Mapping[int, str]) -> int:
 
 
 def _waits(operation: str) -> bool:
-    """Tell whether a rank waits for others in its last operation."""
+    """Return whether a rank waits for others in its last operation."""
     return _WAITING in operation

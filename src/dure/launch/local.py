@@ -1,6 +1,6 @@
 """A job on this host alone: its rounds, one after another, until one needs no other.
 
-Nothing is decided between hosts here, so there is no state of the job besides the rounds. From the
+Nothing is decided between hosts here, so the job has no state except the rounds. From the
 death of a rank to SIGTERM for the others, a reader crosses three objects:
 
 1. `RoundRun` (round.py) finds the rank's pidfd readable.

@@ -210,7 +210,7 @@ class RoundRun:
     # --- what is known of it -----------------------------------------------------------------
 
     def catches(self, number: int) -> bool:
-        """Tell whether a rank has a handler for signal `number`."""
+        """Return whether a rank has a handler for signal `number`."""
         return any(process.catches(number) for process in self.ranks)
 
     def results(self) -> tuple[RankResult, ...]:

@@ -94,7 +94,7 @@ class JobSpec:
             (`dure.spawn`).
         kept_fds: The descriptors that ranks keep of this process, with `call`.
         key: The job's key; without one, one is minted for this job alone.
-        log_dir: Where to keep each rank's output as it came, besides showing it.
+        log_dir: A folder for files with each rank's output as it came; it is shown as well.
         trace_dir: Where the ranks write their flight records. When one fails, the others get a
             second to fail because of it, and to write theirs, before they are ended.
         on_line: Gets each line in place of the terminal. It runs on the thread of `run_job`, and
@@ -138,7 +138,7 @@ class JobSpec:
             the living left alone. Implies `keep_going`.
         min_ranks: An elastic job ends when fewer ranks than these live.
         zygote: Whether ranks are forked from a process that has imported torch.
-        preload: Modules that process imports besides.
+        preload: Further modules that this process imports.
         role: ROLE_NAME of the ranks.
         redirects: Streams that go to files instead of the terminal.
         tee: Streams that go to files and to the terminal.
@@ -304,7 +304,7 @@ class RankResult:
     finished: bool = False
 
     def is_process_of(self, other: RankResult) -> bool:
-        """Tell whether both are of one process: a rank that is replaced has had several."""
+        """Return whether both are of one process: a rank that is replaced has had several."""
         return (self.rank, self.host, self.pid) == (other.rank, other.host, other.pid)
 
     @property

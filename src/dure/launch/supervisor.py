@@ -135,7 +135,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Count the processes of the job besides the ranks, and answer with `swept`."""
+    """Count the processes of the job that are not ranks, and answer with `swept`."""
 
 
 Measure = AskStacks | Signal | Kill | Sweep
@@ -220,7 +220,7 @@ class Supervisor:
         return [Sweep()]
 
     def succeeded(self, rank: int) -> bool:
-        """Tell whether `rank` has ended, and well."""
+        """Return whether `rank` has ended, and well."""
         return rank in self.exits and self.exits[rank].ok and rank not in self._crashed
 
     @property
@@ -288,7 +288,7 @@ class Supervisor:
         return [AskStacks(self.alive), Signal(signal.SIGINT, everything=False)]
 
     def swept(self, others: int, now: float) -> list[Measure]:
-        """So many processes are left besides the ranks."""
+        """So many processes that are not ranks are left."""
         if self.alive or self.phase is RoundPhase.RUNNING:
             return []
         if others == 0:

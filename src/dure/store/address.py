@@ -204,7 +204,7 @@ def check_not_wildcard(ip: str, purpose: str) -> None:
 
 
 def is_local(host: str) -> bool:
-    """Tell whether `host` is this machine: a socket can be bound to its addresses only."""
+    """Return whether `host` is this machine: a socket can be bound to its addresses only."""
     if is_wildcard(host):
         return True
     address = resolve(host, 0)

@@ -313,7 +313,7 @@ class _Log:
         )
 
     def _is_safe(self, file: os.stat_result) -> bool:
-        """Tell whether no other user can write to a file, or has laid it out for us.
+        """Return whether no other user can write to a file, or has laid it out for us.
 
         In a directory where every user may make files, such as /tmp, one of another user's is a
         trap. Elsewhere its owner is not looked at: shared file systems show strange ones.

@@ -58,7 +58,7 @@ def host_name() -> str:
 
 
 def alive(process: Identity) -> bool | None:
-    """Tell whether `process` lives; None if that cannot be known from here.
+    """Return whether `process` lives; None if that cannot be known from here.
 
     It may be on another host, or this process may have no descriptor left to look with.
     """

@@ -106,7 +106,7 @@ class NetworkStore(AskingStore):
         return self._server is not None
 
     def server_has_ended(self) -> bool:
-        """Tell whether the server is known to have ended; False means unknown.
+        """Return whether the server is known to have ended; False means unknown.
 
         It is known where another server has answered at its endpoint, or where the host lives and
         no process listens there.

@@ -140,7 +140,7 @@ class Rendezvous:
         return self._holder is not None and alive(self._holder) is not None
 
     def ended(self, rank: int) -> bool:
-        """Tell whether the process of `rank` is known to have ended."""
+        """Return whether the process of `rank` is known to have ended."""
         return alive(self.members[rank].process) is False
 
     def require_store(self, op: str) -> None:

@@ -108,7 +108,7 @@ class _Bounded(H11Protocol):
         asyncio.get_running_loop().call_later(self.silent_s, self._ask)
 
     def is_admitted(self) -> bool:
-        """Tell whether a request that `Access` admits is being answered."""
+        """Return whether a request that `Access` admits is being answered."""
         cycle = getattr(self, "cycle", None)
         return cycle is not None and not cycle.response_complete and _ADMITTED in cycle.scope
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,20 +15,13 @@ from tests.hosts.ways import HostJob, HostJobs
 
 pytestmark = pytest.mark.needs("network namespaces", "engine")
 
-RESTARTS: dict[str, Any] = {
-    "PET_MAX_RESTARTS": "3",
-    "PET_RDZV_CONF": "last_call_timeout=600",
-    "DURE_SILENCE": "4",
-}
-
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[HostJob]:
     """A job of one host or two, of which both reduce."""
     jobs = HostJobs(tmp_path, "tests.hosts.reducing")
     with jobs.stack:
-        job = jobs.start("dure run", nnodes="1:2", **RESTARTS)
-        job.wait_until_up()
+        job = jobs.start_reducing("dure run", nnodes="1:2", lease_s=4, max_restarts=3)
         yield job
         (job.folder / "finish").touch()
         assert job.codes() == [0, 0], job.printed()

@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
-from typing import IO, Any
+from typing import Any
 
-from tests.comm.namespace_hosts import Host
 from tests.waiting import PATIENCE_S, until
 
 DURE = (sys.executable, "-m", "dure.cli")
@@ -152,12 +151,6 @@ class Launching:
             )
         self.started.append(process)
         return process
-
-    def start_on(
-        self, host: Host, *arguments: str | Path, env: dict[str, str], output: IO[str] | int = PIPE
-    ) -> subprocess.Popen[str]:
-        """Start `dure run` on a host of `procs.hosts`, which ends it with itself."""
-        return host.start_any([*DURE, "run", *arguments], self.variables | env, output)
 
     @property
     def variables(self) -> dict[str, str]:

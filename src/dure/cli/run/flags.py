@@ -236,7 +236,7 @@ _add(
     dest="zygote",
     const="never",
 )
-_add("--preload MODULE,...", "Import these once for all ranks, besides torch.", values.words)
+_add("--preload MODULE,...", "Import these once for all ranks, like torch.", values.words)
 
 _parser.start_group("Access")
 _add(

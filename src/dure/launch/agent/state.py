@@ -303,7 +303,7 @@ class JobState(msgspec.Struct, tag="rounds"):
         self._end(replace(lost, why=self._too_few(), limit=""))
 
     def _too_few(self) -> str:
-        """Say that too few hosts came."""
+        """Return the reason: too few hosts came."""
         hosts = [each.host for each in self._chosen()]
         settings = self.settings
         why = (

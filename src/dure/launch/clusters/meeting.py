@@ -48,7 +48,7 @@ def outward(endpoint: str, hosts: Sequence[str]) -> str:
 
 
 def is_this_host(host: str) -> bool:
-    """Tell whether `host` is this machine; a name that only ssh knows is another."""
+    """Return whether `host` is this machine; a name that only ssh knows is another."""
     if host == socket.gethostname():
         return True
     try:
