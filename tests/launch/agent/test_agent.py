@@ -18,7 +18,9 @@ def test_who_waits_says_so_once_and_reports_again_a_time_that_ran_out_without_ef
     said: list[str] = []
     told: list[Event] = []
     news, ours = os.pipe2(os.O_NONBLOCK)
-    member: Any = SimpleNamespace(fd=news, expires_at=boottime() + 500, agent="a", report=told.append)
+    member: Any = SimpleNamespace(
+        fd=news, expires_at=boottime() + 500, agent="a", report=told.append
+    )
     place: Any = SimpleNamespace(
         spec=JobSpec(program="prog.py", nnodes=(2, 2), endpoint="127.0.0.1:1"),
         signals=news,
