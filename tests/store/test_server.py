@@ -61,6 +61,16 @@ def test_masters_at_one_address_share_a_server_until_the_last_closes(master: TCP
     again.close()
 
 
+def test_a_server_without_clients_stays_until_the_last_store_lets_it_end(
+    server: StoreServer,
+) -> None:
+    assert server.hold()  # by a second store, which has not connected yet
+    server.release()
+    assert server.is_held
+    server.release()
+    until(lambda: not server._thread.is_alive(), "the server's end")
+
+
 def test_a_master_takes_back_a_server_whose_clients_stay(key: JobKey, port: int) -> None:
     """One of them may be of a rank that has opened the store again already."""
     master = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
