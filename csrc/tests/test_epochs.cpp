@@ -20,7 +20,7 @@ constexpr int kMostRanks = 3, kRow = 24;
 enum class Guard { none, begin_read, end_read };
 
 struct Shared {
-    std::array<std::array<Word, kMostRanks>, kMostRanks> left{};  // [waiting rank][rank that has ended its read]
+    std::array<std::array<Word, kMostRanks>, kMostRanks> left{};  // [waiting rank][peer]
     struct alignas(64) Row {
         volatile uint64_t values[kRow];
         volatile uint64_t wrote;  // odd while its rank writes
