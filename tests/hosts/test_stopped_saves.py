@@ -25,8 +25,14 @@ def test_a_rank_that_was_stopped_before_its_commit_leaves_the_next_rounds_alone(
 ) -> None:
     jobs = HostJobs(tmp_path, "tests.hosts.saving")
     with jobs.stack:
-        conf = {"PET_MAX_RESTARTS": "3", "PET_RDZV_CONF": "last_call_timeout=600"}
-        job = jobs.start("etcd", nnodes="1:2", each=1, DURE_SILENCE="4", **conf)
+        job = jobs.start(
+            "etcd",
+            nnodes="1:2",
+            each=1,
+            DURE_SILENCE="4",
+            PET_MAX_RESTARTS="3",
+            PET_RDZV_CONF="last_call_timeout=600",
+        )
         job.wait_for((job.folder / "commits").exists, "a commit")
         host, pid = (job.folder / "commits").read_text().split()
         found = [each for each in processes(job, "ab".index(host)) if each.name() != "etcd"]
@@ -41,6 +47,4 @@ def test_a_rank_that_was_stopped_before_its_commit_leaves_the_next_rounds_alone(
         assert sorted(path.name for path in run.glob("0*")) == ["000001-step-1", "000002-step-2"]
         (job.folder / "finish").touch()
         assert job.codes() == [0, 0], job.printed()
-    state = {"made in round": None}
-    assert Checkpointer(run).load(state=state) == 5
-    print([path.name for path in run.glob("*")], state)
+    assert Checkpointer(run).load(state={"made in round": None}) == 5
