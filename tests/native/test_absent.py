@@ -41,6 +41,23 @@ assert native.reduce is not max and native.crc32c(b"123456789") == 0xE3069283
     assert done.returncode == 0, done.stderr
 
 
+def test_an_extension_that_was_not_built_is_named():
+    program = """
+import sys
+class NotBuilt:
+    def find_spec(name, path=None, target=None):
+        if name == "dure.native._engine":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NotBuilt)
+from dure import native
+print(native.available()[1])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.endswith("No module named 'dure.native._engine'\n"), done.stderr
+
+
 def test_what_the_user_asked_for_is_named(monkeypatch):
     monkeypatch.setattr(native, "_reason", "this is a test")
     with pytest.raises(UsageError) as caught:

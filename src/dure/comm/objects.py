@@ -263,7 +263,15 @@ def send_object_list(
     """Send the objects of `object_list` to `dst`, whose list has the same length.
 
     Args:
-        use_batch: Accepted for torch's sake.
+        object_list: The objects to send; they must be picklable.
+        dst: Global rank of the receiver.
+        group: The group of both ranks; the default group if None.
+        device: Device of the messages; chosen by the backend if None.
+        group_dst: The same as a rank of the group, in place of `dst`.
+        use_batch: Ignored.
+
+    Raises:
+        CommError: The operation failed.
     """
     op = "send_object_list"
     pg, where = _group(group, op, device)
@@ -284,9 +292,15 @@ def recv_object_list(
     """Replace the objects of `object_list` by those received; return the sender's global rank.
 
     Args:
-        object_list: As many places as objects were sent.
-        src: None for anyone.
-        use_batch: Accepted for torch's sake.
+        object_list: A list of as many elements as are sent, which are replaced.
+        src: Global rank of the sender; any rank if None.
+        group: The group of both ranks; the default group if None.
+        device: Device of the messages; chosen by the backend if None.
+        group_src: The same as a rank of the group, in place of `src`.
+        use_batch: Ignored.
+
+    Raises:
+        CommError: The operation failed.
     """
     op = "recv_object_list"
     pg, where = _group(group, op, device)

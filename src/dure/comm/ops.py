@@ -14,8 +14,8 @@ class ReduceOp:
 
     The members are objects, so that `premul_sum(factor)` can carry its factor. Compare with `==`.
     Reductions run in the order of the ranks; 16 and 8 bit floats accumulate in float32 and are
-    rounded once (over nccl, floats of 16 bits as NCCL does). MIN and MAX return NaN. Integer sums
-    and products wrap around; averages of integers are truncated towards zero.
+    rounded once (over nccl, floats of 16 bits as NCCL does). MIN and MAX propagate NaN. Sums and
+    products of integers wrap around; averages of integers are truncated towards zero.
     """
 
     __slots__ = ("code", "factor", "name")

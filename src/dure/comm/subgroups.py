@@ -81,7 +81,7 @@ def new_group(
         RendezvousTimeout: A rank did not call; `missing` names it. With `use_local_synchronization`
             also if members pass different ranks.
         PeerLost: A member's process has ended.
-        StoreLost: The store has died with rank 0.
+        StoreLost: The store has died with rank 0, which served it.
 
     Collective:
         All ranks of the world call, in the same order, members or not (see

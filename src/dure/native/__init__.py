@@ -11,6 +11,7 @@ Internal: names here may change in any release.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -108,13 +109,13 @@ else:
     from dure.native import _absent
 
     try:
-        from dure.native import _engine
+        _engine = importlib.import_module("dure.native._engine")
     except ImportError as error:
         _engine = _absent
         _reason = _reason or f"the native engine is not built, or does not load: {error}"
     _names = set(__all__) - {"available", "require"}
     _protocol = getattr(_engine, "protocol", None)
-    _missing = sorted(name for name in _names if not hasattr(_engine, name))
+    _missing = sorted(name for name in {*_names, "limit_isa"} if not hasattr(_engine, name))
     if not _reason and (_protocol != PROTOCOL or _missing):
         _found = f"it has protocol {_protocol}, and the Python sources have protocol {PROTOCOL}"
         if _protocol == PROTOCOL:

@@ -18,7 +18,7 @@ from dure.errors import UsageError
 def _missing(name: str) -> UsageError:
     return UsageError(
         f"dure.native.{name} needs the native engine, which is not available",
-        fix="`dure.native.available()` returns the reason.",
+        fix="Call `dure.native.available()`, which returns the reason.",
     )
 
 

@@ -90,7 +90,7 @@ def _choose(store: Store, request: GroupRequest) -> str:
     except StoreTimeout as error:
         missing = tuple(r for r in range(size) if keys[r] in error.keys)
         raise RendezvousTimeout(
-            "not all ranks came to create the group",
+            "not all members called to create the group",
             group=request.name,
             rank=request.rank,
             world_size=size,

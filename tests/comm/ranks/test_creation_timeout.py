@@ -102,3 +102,15 @@ def test_a_group_may_be_waited_for_longer_than_an_operation_of_the_world():
         dist.barrier()
 
     run_ranks(2, body)
+
+
+def test_members_alone_that_pass_different_ranks_time_out_and_name_the_missing():
+    def body(rank: int) -> tuple[int, ...]:
+        ranks = [0, 1] if rank == 0 else [0, 1, 2]
+        with pytest.raises(RendezvousTimeout) as info:
+            dist.new_group(ranks, timeout=AT_ONCE, use_local_synchronization=True)
+        return info.value.missing
+
+    first, *others = run_ranks(3, body)
+    assert first == (1,)
+    assert all(0 in missing for missing in others)

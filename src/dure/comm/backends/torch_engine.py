@@ -432,7 +432,7 @@ def create_gloo(options: BackendOptions) -> EngineGroup:
 
     Raises:
         UsageError: Torch was built without Gloo.
-        CommError: A rank did not come, or could not be connected to.
+        CommError: A rank did not call, or could not be connected to.
     """
     opening = GlooOpening(options)
     try:
@@ -454,7 +454,7 @@ def create_nccl(options: BackendOptions) -> EngineGroup:
 
     Raises:
         UsageError: Torch has no NCCL (a CPU build), or there is no CUDA device.
-        CommError: A rank did not come, or could not be connected to.
+        CommError: A rank did not call, or could not be connected to.
     """
     cls: Any = ProcessGroupNCCL
     if cls is None or not torch.cuda.is_available():

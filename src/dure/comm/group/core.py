@@ -597,7 +597,8 @@ class GroupCore:
         """Leave the group: pending operations end with `Aborted`, later calls raise `UsageError`.
 
         Args:
-            abort: If True, do not wait for peers, which see the group as broken.
+            abort: If True, close connections at once, and ignore errors. If False, peers may still
+                complete the last common operation, and an error of the backend is raised.
         """
         if self.closed:
             return

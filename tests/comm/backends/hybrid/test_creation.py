@@ -12,20 +12,20 @@ from dure.errors import RendezvousTimeout
 from dure.store import HashStore
 
 
-def test_a_rank_that_is_ready_after_the_others_gave_up_raises_as_they_do():
-    store = HashStore()
-    early, late = (
-        BackendOptions(
+@pytest.mark.parametrize("late", [(1,), (1, 2), (2, 1)])
+def test_ranks_that_are_ready_after_the_others_gave_up_raise_as_they_do(late):
+    """All name the ranks that were late when the first one gave up."""
+    store, ranks = HashStore(), (0, *late)
+    for rank in ranks:
+        options = BackendOptions(
             store=store,
             rank=rank,
-            size=2,
-            global_ranks=(0, 1),
+            size=len(ranks),
+            global_ranks=tuple(sorted(ranks)),
             timeout=timedelta(milliseconds=1),
-            name="pair",
+            name="group",
         )
-        for rank in (0, 1)
-    )
-    for options in (early, late):
         with pytest.raises(RendezvousTimeout) as info:
             agree_on_completion(options)
-        assert info.value.missing == (1,)
+        assert info.value.missing == tuple(sorted(late))
+        assert ("this rank was late" in str(info.value)) == (rank in late)

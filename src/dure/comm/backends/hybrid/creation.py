@@ -118,23 +118,20 @@ def agree_on_completion(options: BackendOptions) -> None:
     """Wait until all ranks have their part, or raise on all ranks.
 
     A rank that is too late finds the others' parts, although these have given up. So the first rank
-    whose wait ends decides for all.
+    whose wait ends decides for all: it publishes the missing ranks, none if all are ready.
 
     Raises:
-        RendezvousTimeout: A rank was late; `missing` names it.
+        RendezvousTimeout: Ranks were late; `missing` names them, the same on all ranks.
     """
+    ranks, store, missing = range(options.size), options.store, list[int]()
     try:
         options.tell_all("hybrid/ready")
-        all_ready = True
     except StoreTimeout:
-        all_ready = False
-    decided = options.store.compare_set("hybrid/decided", "", b"yes" if all_ready else b"no")
-    if decided == b"yes":
+        missing = [r for r in ranks if not store.check([f"hybrid/ready/{r}"])]
+    decided = store.compare_set("hybrid/missing", "", msgspec.json.encode(missing))
+    missing = msgspec.json.decode(decided, type=tuple[int, ...])
+    if not missing:
         return
-    ranks = range(options.size)
-    missing = [r for r in ranks if not options.store.check([f"hybrid/ready/{r}"])]
-    if all_ready:
-        missing = [options.rank]
     raise RendezvousTimeout(
         "not all ranks connected in time",
         group=options.name,
@@ -142,8 +139,8 @@ def agree_on_completion(options: BackendOptions) -> None:
         world_size=options.size,
         elapsed_s=options.timeout.total_seconds(),
         came=tuple(r for r in ranks if r not in missing),
-        missing=tuple(missing),
-        seen="this rank was late: the others had given up" if all_ready else "",
+        missing=missing,
+        seen="this rank was late" if options.rank in missing else f"late: ranks {list(missing)}",
         fix="Check what the late ranks do, or raise the group's timeout.",
     )
 

@@ -37,13 +37,11 @@ class Stage(NamedTuple):
         requests: Of MPI.
         peers: The other rank of each; -1 for any rank.
         num_receives: How many of them are receives, which can be canceled.
-        statuses: Filled when all have ended, if needed.
     """
 
     requests: list[Any]
     peers: Sequence[int]
     num_receives: int = 0
-    statuses: list[Any] | None = None
 
 
 POLL = Stage([], [])

@@ -258,7 +258,7 @@ class ProgressEngine:
             steps = operation.steps
             assert steps is not None
             stage = operation.stage
-            while not stage.requests or self._testall(stage.requests, stage.statuses):
+            while not stage.requests or self._testall(stage.requests):
                 stage = operation.stage = next(steps)
                 if stage is POLL:
                     break
@@ -378,9 +378,7 @@ class ProgressEngine:
         self._library.kept.append((stage, operation.steps))
 
     def _translate(self, operation: Operation, error: MPI.Exception) -> AbortRecord:
-        mpi, statuses = self._library.MPI, operation.stage.statuses or ()
-        codes = [error.Get_error_code(), *(status.Get_error() for status in statuses)]
-        if mpi.ERR_TRUNCATE in map(mpi.Get_error_class, codes):
+        if error.Get_error_class() == self._library.MPI.ERR_TRUNCATE:
             what = "a message does not match its receive"
             return AbortRecord(kind="Desync", what=what, peer=operation.peer)
         seen = error.Get_error_string()

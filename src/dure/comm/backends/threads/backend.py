@@ -26,7 +26,7 @@ from dure.errors import UsageError
 
 __all__ = ["ThreadBackend", "create_threads"]
 
-_coming_about: dict[str, ThreadGroup] = {}
+_incomplete: dict[str, ThreadGroup] = {}
 
 
 def create_threads(options: BackendOptions) -> ThreadBackend:
@@ -38,12 +38,12 @@ def create_threads(options: BackendOptions) -> ThreadBackend:
     """
     name = secrets.token_hex(8)
     if options.rank == 0:
-        _coming_about[name] = ThreadGroup(options.name, options.size)
+        _incomplete[name] = ThreadGroup(options.name, options.size)
     if options.eager_bytes is not None:  # before any rank can begin to wait
         table_of(options.store).join(options.global_ranks[options.rank])
     names = options.tell_all("threads", f"{os.getpid()}/{name}")
     pid, _, name = names[0].decode().partition("/")
-    rendezvous = _coming_about.get(name)
+    rendezvous = _incomplete.get(name)
     if rendezvous is None:
         raise UsageError(
             "the threads backend needs all ranks in one process",
@@ -53,7 +53,7 @@ def create_threads(options: BackendOptions) -> ThreadBackend:
             fix="Use the shm or gloo backend for ranks that are processes.",
         )
     if rendezvous.join():
-        del _coming_about[name]
+        del _incomplete[name]
     return ThreadBackend(options, rendezvous)
 
 
