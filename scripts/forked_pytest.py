@@ -109,7 +109,7 @@ class ForkedPytest:
 
 def serve(modules: list[str]) -> None:
     """Fork a run for each line of standard input, and print its number and how it ended."""
-    if not modules:  # nothing of `dure` either, which torch would load as one of its backends
+    if not modules:  # torch would load `dure` as one of its backends
         os.environ[AUTOLOAD] = "0"
     import pytest
     import torch._dynamo  # noqa: F401  (what nearly all tests load, for seconds)

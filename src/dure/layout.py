@@ -161,7 +161,7 @@ class Layout:
         """Concatenate the axes of several layouts.
 
         Raises:
-            MeshError: The result is not nested: axes overlap.
+            MeshError: The result is not nested: axes overlap or interleave.
         """
         joined = Layout(tuple(axis for layout in layouts for axis in layout.axes))
         if not joined.is_nested():

@@ -331,7 +331,8 @@ class DTensor(torch.Tensor):
             backward_dtype: Cast the gradient to this dtype before it is sent.
 
         Returns:
-            A DTensor with its own memory, differentiable with respect to this one.
+            A DTensor, differentiable with respect to this one. It shares this tensor's memory if
+            placements and dtype stay the same, and has its own otherwise.
 
         Raises:
             PlacementError: `Partial` was requested along an axis where the tensor is not Partial,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dure.tensor.call import OpCall, Place, argument_at, check_out, fill, outs_of, schema_of
+from dure.tensor.call import Op, OpCall, Place, argument_at, check_out, fill, outs_of, schema_of
 from dure.tensor.spec import DTensorSpec, TensorMeta
 from dure.tensor.wrapping import wrap
 
@@ -36,6 +36,10 @@ _LIKE_SUMS = {
     _aten.rsub.Tensor,
 }
 """Pointwise operators of two tensors that do not have torch's tag for such operators."""
+_UNLIKE_SUMS = {_aten.masked_fill.Scalar, _aten.masked_fill.Tensor}
+"""Pointwise operators whose kernels return row-major results, as torch's formulas say."""
+_SECOND_FIRST = {_aten.rsub.Tensor, _aten.threshold_backward.default}
+"""Pointwise operators whose results are stored as a sum of the operands in the other order."""
 _known: dict[Any, Results] = {}
 
 
@@ -86,8 +90,9 @@ def _run(call: OpCall) -> Results:
 def _as_stored(call: OpCall, metas: list[torch.Tensor], found: list[Any]) -> list[Any]:
     """Return results with the strides that torch's kernels give them.
 
-    For some operators torch's formulas for tensors without memory say other strides. Its formula
-    for a sum is right, and holds for all pointwise operators of two tensors.
+    For some operators torch's formulas for meta tensors give other strides. The formula for a sum
+    is right, and holds for nearly all pointwise operators of two tensors. Operands that the kernel
+    casts, such as integers that are divided, are summed as they are cast.
     """
     if call.op is _aten.nll_loss2d_forward.default:
         return [t.contiguous() for t in found]
@@ -95,13 +100,19 @@ def _as_stored(call: OpCall, metas: list[torch.Tensor], found: list[Any]) -> lis
         like = metas[call.operand("input") or 0]
         layout = torch._prims_common.suggest_memory_format(like)  # pyright: ignore
         return [torch.empty_like(like, memory_format=layout), *found[1:]]
-    pointwise = torch.Tag.pointwise in call.op.tags or call.op in _LIKE_SUMS
-    if pointwise and len(metas) == 2 and not schema_of(call.op).mutated and len(found) == 1:
+    if _is_like_a_sum(call.op) and len(metas) == 2 and len(found) == 1:
         (made,) = found
-        first, second = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in metas)
+        given = [t.to(made.dtype) if made.dtype.is_floating_point else t for t in metas]
+        given = given[::-1] if call.op in _SECOND_FIRST else given
+        first, second = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in given)
         if made.shape == (total := first + second).shape:  # a loss may be reduced
             return [total.to(made.dtype)]
     return found
+
+
+def _is_like_a_sum(op: Op) -> bool:
+    pointwise = torch.Tag.pointwise in op.tags or op in _LIKE_SUMS
+    return pointwise and op not in _UNLIKE_SUMS and not schema_of(op).mutated
 
 
 def _run_on(

@@ -269,7 +269,7 @@ class Join:
             for joinable in self._joinables:
                 joinable.join_slot = None
             if value is not None:
-                self._say_failed(value)
+                self._report_failure(value)
 
     @staticmethod
     def notify_join_context(joinable: Joinable, phase: int = 0) -> JoinRound | None:
@@ -345,7 +345,7 @@ class Join:
         for hook in self._hooks:
             hook.post_hook(self.group.rank() in self.last_joiners)
 
-    def _say_failed(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Report to the others that this rank has left; do not wait until they know.
 
         Errors of communication, and those of the context, are raised on all ranks.

@@ -122,6 +122,26 @@ def test_results_of_two_tensors_in_different_orders_have_the_strides_of_one_proc
 
 
 @on_mesh(1)
+def test_results_that_are_not_stored_as_a_sum_have_the_strides_of_one_process(
+    mesh: DeviceMesh,
+) -> None:
+    rows, columns = _halves(mesh, (3, 5), (5, 1)), _halves(mesh, (3, 5), (1, 3))
+    numbers, expanded = columns.long(), _halves(mesh, (5,), (1,)).long().expand(3, 5)
+    for run, *operands in (
+        (lambda a, b: a.masked_fill(b, 0.0), columns, columns > 0),
+        (lambda a, b: a.masked_fill(b, 0.0), columns, rows > 0),
+        (lambda a, b: torch.ops.aten.threshold_backward(a, b, 0), rows, columns),
+        (lambda a, b: torch.ops.aten.threshold_backward(a, b, 0), columns, rows),
+        (torch.rsub, rows, columns),
+        (lambda a, b: torch.rsub(a, b, alpha=2), columns, rows),
+        (torch.true_divide, expanded, numbers),
+        (torch.atan2, numbers, expanded),
+    ):
+        found, alone = run(*operands), run(*(t.to_local() for t in operands))
+        assert found.stride() == found.to_local().stride() == alone.stride(), operands
+
+
+@on_mesh(1)
 def test_losses_of_images_and_dropped_gradients_have_the_strides_of_one_process(
     mesh: DeviceMesh,
 ) -> None:

@@ -1,11 +1,13 @@
 """What a step of DDP spent where: stamps at events that the reducer sees anyway.
 
-forward            backward: compute                 wait
-|------------------|-----------------------------|---------|
-|-- bucket 0 --|
-|---- bucket 1 -------------|
-|<------ communication --------->|
-|<exposed>|
+    forward            backward: compute                 wait
+    |------------------|-----------------------------|---------|
+                              |-- bucket 0 --|
+                                   |---- bucket 1 -------------|
+                              |<------ communication --------->|
+                                                     |<exposed>|
+
+Only exposed communication makes a step longer (training/module_times.py).
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class StageTransfers:
         for work in incoming.works:
             work.wait()
         number, nbytes = incoming.header.tolist()
-        layout = self._layout_told(transfer, number, nbytes)
+        layout = self._announced_layout(transfer, number, nbytes)
         tensors = incoming.room
         if wire.expected.get(_microbatch(transfer)) != number:
             tag, source = self._tag(transfer) + 1, self._placement[transfer.stage]
@@ -246,7 +246,7 @@ class StageTransfers:
         del self._posted[transfer]
         return PackedPytree(layout, tensors)
 
-    def _layout_told(self, transfer: Action, number: int, nbytes: int) -> PytreeLayout:
+    def _announced_layout(self, transfer: Action, number: int, nbytes: int) -> PytreeLayout:
         """Return the layout that a header names; learn it, if its description follows."""
         wire = self._wire(transfer)
         described = self._described(transfer, nbytes) if nbytes else None

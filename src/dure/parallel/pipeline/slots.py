@@ -133,7 +133,7 @@ class SlotTransfers(StageTransfers):
         if header[0] == _NOT_COME:
             self._group.recv(header, self._placement[transfer.stage], self._tag(transfer))
         number, nbytes, *place = header.tolist()
-        layout = self._layout_told(transfer, number, nbytes)
+        layout = self._announced_layout(transfer, number, nbytes)
         del self._posted[transfer]
         slot = self._peer_slots.get(tuple(place))
         if slot is None:

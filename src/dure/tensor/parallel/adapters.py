@@ -98,18 +98,18 @@ class LayerHooks:
         Raises:
             UsageError: The layer is already parallel with another style.
         """
-        known: LayerHooks | None = getattr(layer, "_dure_around", None)
+        known: LayerHooks | None = getattr(layer, "_dure_hooks", None)
         if known is None:
             known = self
-            layer._dure_around = self  # pyright: ignore
+            layer._dure_hooks = self  # pyright: ignore
             layer.register_forward_pre_hook(self._before_layer)
             layer.register_forward_hook(self._after_layer)
         elif known._style != self._style:
             raise UsageError(
                 "the layer is already parallel with another style", seen=f"{known._style}"
             )
-        if not hasattr(wrapper, "_dure_around"):
-            wrapper._dure_around = known  # pyright: ignore
+        if not hasattr(wrapper, "_dure_hooks"):
+            wrapper._dure_hooks = known  # pyright: ignore
             wrapper.register_forward_pre_hook(known._enter)
             wrapper.register_forward_hook(known._leave, always_call=True)
 
