@@ -243,7 +243,7 @@ class Cluster:
         size: Number of workers.
         random: See `Network`.
         slots: Number of calls that each worker runs at a time.
-        how: Other arguments of `Agent`.
+        how: Other arguments of `RpcAgent`.
     """
 
     def __init__(

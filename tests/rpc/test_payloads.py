@@ -102,3 +102,14 @@ def test_a_bool_is_no_worker(to: bool) -> None:
         for call in (api.rpc_sync, api.rpc_async, api.remote):
             with pytest.raises(UsageError, match="worker's name, id or WorkerInfo"):
                 call(to, add, (1, 2))
+
+
+@pytest.mark.parametrize("seconds", [True, False])
+def test_a_bool_is_not_a_timeout(seconds: bool) -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        kept = api.remote("worker1", add, (1, 2))
+        for call in (api.rpc_sync, api.rpc_async, api.remote):
+            with pytest.raises(UsageError, match="timeout must be a number of seconds"):
+                call("worker1", add, (1, 2), timeout=seconds)
+        with pytest.raises(UsageError, match="timeout must be a number of seconds"):
+            kept.to_here(seconds)

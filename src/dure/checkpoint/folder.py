@@ -130,7 +130,7 @@ class Folder:
         """Remove what was begun and not committed, and end the save."""
         if self._begun is not None:
             with suppress(OSError):
-                self.check()  # a job that has taken over removes it, and may make one of that name
+                self.check()  # a job that has taken over removes it itself
                 shutil.rmtree(self._begun, ignore_errors=True)
             self._begun = None
         if self._lock is not None and self._holds:

@@ -20,7 +20,7 @@ order, and written again when the answer to the first time was lost:
 **Who has ended**: a process of this host, when the kernel says so; one of another host, when the
 group says so, or has not heard of it for seconds; a process that has said goodbye; and a member
 whose rank has come again, for a launcher gives a rank to a new process when the old one has ended.
-Whoever sees a process of its host end says goodbye for it, because other hosts cannot see that.
+A rank that sees a process of its host end says goodbye for it, because other hosts cannot see it.
 
 A member that lives and does not come (it is stopped, or busy) is waited for `timeout_s`, then left
 out; when it wakes up, it sees that, and comes back as a newcomer. There is one store, and it never

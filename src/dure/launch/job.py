@@ -61,9 +61,7 @@ def run_job(spec: JobSpec) -> JobResult:
             caught_signals(spec.signals) as signals,  # from now on they wait in a pipe
             zygote_for(spec, name, threads_for(spec), notes.append) as zygote,
         ):
-            from dure.launch.launcher import (
-                launch,  # lazy: at the same time as the zygote's imports
-            )
+            from dure.launch.launcher import launch  # lazy: while the zygote imports
 
             return launch(spec, name, notes, zygote, signals, started)
     except StoreError as error:  # it says itself what to do

@@ -192,7 +192,7 @@ def _link(spec: JobSpec, signals: int, say: Callable[[str], None], reaper: Reape
     if spec.rdzv_backend == "etcd":
         from dure.launch.agent.etcd import EtcdJobEndpoint  # lazy: few jobs use it, it brings ssl
 
-        endpoint: HostEndpoint | EtcdJobEndpoint = EtcdJobEndpoint(spec)
+        endpoint: HostEndpoint | EtcdJobEndpoint = EtcdJobEndpoint(spec, signals)
     else:
         host = spec.endpoint.rpartition(":")[0].strip("[]")
         key = JobKey(spec.key) if spec.key is not None else load_for(host, SHARED_HOME_S)

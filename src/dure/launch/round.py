@@ -408,11 +408,8 @@ class RoundRun:
 
     def _reported(self, rank: int, data: bytes) -> None:
         report = self.reports[rank]
-        had_crash, had_stack, signs = (
-            report.crash is not None,
-            report.answered,
-            report.signs_of_work,
-        )
+        had_crash, had_stack = report.crash is not None, report.answered
+        signs = report.signs_of_work
         report.feed(data)
         if report.signs_of_work > signs:
             self._active()

@@ -138,7 +138,7 @@ class JobSpec:
             the living left alone. Implies `keep_going`.
         min_ranks: An elastic job ends when fewer ranks than these live.
         zygote: Whether ranks are forked from a process that has imported torch.
-        preload: Further modules that this process imports.
+        preload: Further modules that the zygote imports.
         role: ROLE_NAME of the ranks.
         redirects: Streams that go to files instead of the terminal.
         tee: Streams that go to files and to the terminal.

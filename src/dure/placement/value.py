@@ -18,7 +18,7 @@ class System(enum.StrEnum):
 
     A LAUNCHER sets LOCAL_RANK beside RANK and WORLD_SIZE, as DeepSpeed's, Azure's and Ray Train do;
     PLAIN sets the two alone. HYDRA is the mpiexec of MPICH and Intel MPI. PYTORCHJOB counts hosts
-    by WORLD_SIZE. KUBERNETES is an indexed job, in a JobSet or not. NOBODY: a shell, no cluster, no
+    by WORLD_SIZE. KUBERNETES is an indexed job, in a JobSet or not. NONE: a shell, no cluster, no
     launcher.
     """
 

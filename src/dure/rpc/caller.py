@@ -158,7 +158,7 @@ class Caller:
             seconds = self._agent.timeout if timeout < 0 else timeout
         except TypeError:
             raise _not_a_timeout(timeout) from None
-        if not seconds >= 0:  # NaN
+        if not seconds >= 0 or timeout is True or timeout is False:  # NaN, or a bool
             raise _not_a_timeout(timeout)
         return peer, seconds
 

@@ -88,6 +88,7 @@ class DistributedOptimizer:
             context_id: The context.
 
         Raises:
+            TypeError: `context_id` is not an int.
             RpcError: The context does not exist.
             PeerLost: An owner is gone.
             Exception: Raised by the optimizer of an owner; the others have made their steps.

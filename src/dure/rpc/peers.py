@@ -269,10 +269,7 @@ class Peers:
         had = self._by_id.keys() | self._gone.keys()
         if wanted >= 0 and wanted not in had:
             return wanted
-        for id in (
-            max(had, default=-1) + 1,
-            *range(MOST_IDS),
-        ):  # the last one may be taken
+        for id in (max(had, default=-1) + 1, *range(MOST_IDS)):  # the first may be too large
             if id < MOST_IDS and id not in had:
                 return id
         raise RendezvousError(

@@ -95,10 +95,6 @@ class _Route:
     lost: str | None = None
 
 
-def _nothing() -> None:
-    """Keep nothing alive."""
-
-
 class HostTransport(Transport, SocketReceiver):
     """The `Transport` (see `message`) between processes that share a store.
 
@@ -120,7 +116,7 @@ class HostTransport(Transport, SocketReceiver):
         sockets: Sockets,
         slots: int,
         shared_memory: bool = True,
-        leave: Callable[[], None] = _nothing,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._inbox, self.peers, self._sockets = inbox, peers, sockets
         self._workers = Workers(inbox, self._handle, slots)
@@ -211,8 +207,7 @@ class HostTransport(Transport, SocketReceiver):
                     self._take_leave(route)
         self._sockets.close()
         self.peers.close()
-        leave, self._leave = self._leave, _nothing  # it keeps the store
-        leave()
+        self._leave()
         _kept.append(self._inbox)
         for route in self._routes.values():
             route.outbox = route.process = route.shares = None

@@ -84,8 +84,7 @@ class EtcdStore(AskingStore):
         UsageError: A value is longer than 1 MiB.
 
     Threads: any number may use one store. A forked child may use it too.
-    Cost: a round trip and, for a write, a majority's disk, so 1 to 10 ms per call. Where n ranks
-        add
+    Cost: a round trip and, for a write, a majority's disk, so 1 to 10 ms per call. If n ranks add
     to one key at once, the last one needs up to n round trips.
     """
 

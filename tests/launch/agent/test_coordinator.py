@@ -130,6 +130,7 @@ def test_a_job_that_is_over_is_joined_only_by_its_members_to_learn_how(job: Job)
         job.tell(agent, Ended(agent, 0, well=True))
     assert job.state.phase is JobPhase.OVER
     assert job.join("c") == NoJob()
+    assert isinstance(job.join("b"), Admitted)  # the first answer was lost
     assert isinstance(job.join("d", former="b"), Admitted)
     assert not job.coordinator.is_left.is_set()
     for agent in "ad":

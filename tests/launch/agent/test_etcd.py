@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from dure.launch.agent.etcd import EtcdControl
-from dure.launch.agent.events import Idle, Joined, RunRound, Settings
+from dure.launch.agent.etcd import EtcdControl, EtcdJobEndpoint
+from dure.launch.agent.events import Ended, Idle, Joined, RunRound, Settings
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
@@ -24,10 +27,12 @@ from dure.launch.agent.messages import (
     View,
     WatchRequest,
 )
+from dure.launch.signals import caught_signals
+from dure.launch.spec import JobSpec
 from dure.store.etcd_gateway import EtcdConnection, EtcdOptions
 from dure.store.etcd_requests import Json
 from tests.store.procs import etcd
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.needs("etcd")
 SETTINGS = Settings(min_hosts=2, max_hosts=2, run_id="job", lease_s=20.0)
@@ -84,6 +89,26 @@ def test_a_host_that_asks_again_over_another_connection_keeps_its_lease(server: 
 def test_a_host_that_comes_back_to_no_job_finds_none(server: etcd.Etcd) -> None:
     with control(server) as one:
         assert joins(one, "b", former="a") == NoJob()
+
+
+def test_ctrl_c_ends_the_wait_for_hosts_that_do_not_read_the_end_of_the_job(
+    server: etcd.Etcd,
+) -> None:
+    spec = JobSpec(program="train.py", endpoint=server.names, run_id="job", rdzv_backend="etcd")
+    with caught_signals(spec.signals) as signals, control(server) as two:
+        endpoint = EtcdJobEndpoint(spec, signals)
+        one = endpoint.reach(SETTINGS, first=True)
+        assert one is not None
+        with contextlib.closing(one):
+            for agent, to in (("a", one), ("b", two)):
+                assert isinstance(joins(to, agent), Admitted)
+            for agent, to in (("a", one), ("b", two)):
+                ended = Ended(agent, 0, well=True)
+                assert to.ask(Heartbeat(agent, agent.encode(), (ended,))) == Accepted()
+            os.kill(os.getpid(), signal.SIGINT)
+            began = time.monotonic()
+            endpoint.see_others_off("a", PATIENCE_S)
+            assert time.monotonic() - began < PATIENCE_S / 2
 
 
 def test_an_agent_that_waits_asks_for_nothing(

@@ -263,9 +263,9 @@ def test_rounds_that_fail_early_are_followed_by_longer_and_longer_pauses() -> No
         ([], "", ["too few hosts came to the endpoint", "(none)"]),
         ([joined("a")], "n:1", ["too few hosts came to n:1", "1 of 2 (host-a)", "--nnodes"]),
         ([joined("a", 1, 0), joined("b", 1, 0)], "n:1", ["node rank that was already in use"]),
-        ([joined("a")], "localhost:1", ["localhost is the host itself on every host"]),
-        ([joined("a")], "127.0.0.1:1", ["127.0.0.1 is the host itself on every host"]),
-        ([joined("a")], "[::1]:1", ["::1 is the host itself on every host"]),
+        ([joined("a")], "localhost:1", ["each host reaches only itself at localhost"]),
+        ([joined("a")], "127.0.0.1:1", ["each host reaches only itself at 127.0.0.1"]),
+        ([joined("a")], "[::1]:1", ["each host reaches only itself at ::1"]),
     ],
 )
 def test_too_few_came(came: list[Joined], endpoint: str, why: list[str]) -> None:

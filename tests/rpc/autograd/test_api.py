@@ -13,6 +13,7 @@ from dure import autograd
 from dure.errors import RpcError
 from dure.rpc import api
 from dure.rpc.autograd.backward import Contexts
+from dure.rpc.optimizer import DistributedOptimizer
 from dure.rpc.rref import RRef
 from tests.rpc.gates import Cluster
 from tests.waiting import until
@@ -183,6 +184,18 @@ def test_losses_that_are_none(cluster: Cluster) -> None:
             autograd.backward(context_id, nothing)
         with pytest.raises(RpcError, match="Could not find autograd context with id: 100"):
             autograd.backward(100, [leaf(1.0).sum()])
+
+
+def test_a_bool_is_not_a_context(cluster: Cluster) -> None:
+    with cluster.on(0), autograd.context() as context_id:
+        assert context_id == int(True)
+        for call in (
+            lambda: autograd.backward(True, [leaf(1.0).sum()]),
+            lambda: autograd.get_gradients(True),
+            lambda: DistributedOptimizer(torch.optim.SGD, []).step(True),
+        ):
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                call()
 
 
 def test_contexts_do_not_nest_and_have_the_numbers_of_their_process(cluster: Cluster) -> None:

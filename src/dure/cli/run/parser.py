@@ -101,7 +101,7 @@ class RunParser:
         Args:
             usage: Its spellings with dashes, and the name of its value, as the help shows them:
                 "-x, --export NAME[=VALUE]". A flag without a value is a switch.
-            description: Of its effect, for the help.
+            description: Its effect, for the help.
             read: From the text to the value. By default the value is the text; if the usage shows
                 words (`auto|none`), one of these.
             dest: The name of its value; by default made of its first long spelling.

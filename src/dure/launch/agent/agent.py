@@ -6,7 +6,7 @@ knows no more of the job than that:
     action    does                                          reports
     ------    ----                                          -------
     Idle      nothing, until there is news                  Expired, if a timer runs out
-    Work      starts its ranks and watches them             Failed, Finished, Ended
+    RunRound  starts its ranks and watches them             Failed, Finished, Ended
     Stop      ends its ranks, and all that they started     Ended
     Rejoin    ends its ranks, joins under another name      Joined
     Leave     returns the job's result                      Left

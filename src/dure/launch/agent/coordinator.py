@@ -169,9 +169,9 @@ class Coordinator(Board):
 
     def _join(self, message: JoinRequest, now: float) -> Answer:
         agent, former = message.joined.agent, message.former
-        if self.state.phase is JobPhase.OVER and not former:
-            return NoJob()
         if agent not in self._members:
+            if self.state.phase is JobPhase.OVER and not former:
+                return NoJob()
             if agent in self._former:  # an old request, which was late
                 return Gone()
             refusal = why_other_flags(message, self.state)

@@ -28,6 +28,7 @@ import msgspec
 from dure.errors import StoreError, StoreLost, StoreTimeout
 from dure.launch.agent.elastic import ElasticState
 from dure.launch.agent.events import Event, Lost, Settings
+from dure.launch.agent.link import pause
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
@@ -45,6 +46,7 @@ from dure.launch.agent.messages import (
     why_other_flags,
 )
 from dure.launch.agent.state import JobPhase, JobState
+from dure.launch.signals import Interrupted
 from dure.launch.spec import JobSpec
 from dure.store.address import interface_to
 from dure.store.builds import own_build
@@ -148,8 +150,14 @@ class EtcdControl:
         for connection in (self._asking, self._watching, self._streaming):
             connection.close()
 
-    def see_others_off(self, agent: str, limit_s: float) -> None:
-        """At the end of a job, its first agent waits for the others to leave, and clears all."""
+    def see_others_off(self, agent: str, limit_s: float, pause: Callable[[float], None]) -> None:
+        """At the end of a job, its first agent waits for the others to leave, and clears all.
+
+        Args:
+            agent: This agent.
+            limit_s: How long, at most.
+            pause: Waits some seconds; an error of it ends the wait.
+        """
         until = time.monotonic() + limit_s
         with contextlib.suppress(StoreError):
             while True:
@@ -164,7 +172,7 @@ class EtcdControl:
                     return
                 if time.monotonic() > until:
                     return
-                time.sleep(_PAUSE_S)
+                pause(_PAUSE_S)
 
     # --- the requests ----------------------------------------------------------------------------
 
@@ -352,6 +360,7 @@ class EtcdJobEndpoint:
 
     Args:
         spec: The job.
+        signals: The pipe in which signals to the launcher arrive.
 
     Raises:
         UsageError: The addresses or the options make no sense.
@@ -360,7 +369,8 @@ class EtcdJobEndpoint:
     name, coordinates = "etcd", False
     advice = "Check --rdzv-endpoint, and that a majority of etcd's members runs."
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, signals: int) -> None:
+        self._spec, self._signals = spec, signals
         assert spec.endpoint is not None
         assert spec.run_id is not None
         self._job = spec.run_id
@@ -385,9 +395,16 @@ class EtcdJobEndpoint:
         return self._control
 
     def see_others_off(self, agent: str, limit_s: float) -> None:
-        """At the end of the job: its first agent waits for the others, and clears the keys."""
+        """At the end of the job: its first agent waits for the others, and clears the keys.
+
+        A signal that ends the job ends the wait, too; then the keys stay.
+        """
         if self._control is not None:
-            self._control.see_others_off(agent, limit_s)
+            with contextlib.suppress(Interrupted):
+                self._control.see_others_off(agent, limit_s, self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        pause(self._spec, self._signals, seconds)
 
     def close(self) -> None:
         """Do nothing: the member closes the connections."""

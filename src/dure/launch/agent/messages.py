@@ -2,7 +2,7 @@
 
     request        meaning                                     answers
     -------        -------                                     -------
-    JoinRequest    become a member, under a new name           Admitted, NoJob, Refusal
+    JoinRequest    become a member, under a new name           Admitted, NoJob, Gone, Refusal
     Heartbeat      the agent lives; its events, if any         Accepted, Gone
     WatchRequest   wait until the action is another one        View, Accepted (not yet), Gone
     LeaveRequest   be no member any more                       Accepted, Gone

@@ -392,7 +392,7 @@ def _why_alone(endpoint: str, line: str = "") -> str:
     host = endpoint.rpartition(":")[0].strip("[]")
     if host not in ("localhost", "::1") and not host.startswith("127."):
         return ""
-    return f"{line}; {host} is the host itself on every host: name one that the others reach"
+    return f"{line}; each host reaches only itself at {host}: name one that the others reach"
 
 
 def assign_nodes(willing: Sequence[Joined], before: Sequence[str], most: int) -> list[Joined]:

@@ -136,9 +136,7 @@ class Screen(LineReader):
         elif letter in b"hl" and number == b"?25":
             self._hidden = letter == b"l"
         elif letter == b"m" and self._returned and number in (b"", b"0"):
-            self.rows[self._row] += (
-                token  # the end of the text before it, not the start of a new one
-            )
+            self.rows[self._row] += token  # it ends the text before it, and starts no new one
         elif letter == b"m":
             self._write(token)
 

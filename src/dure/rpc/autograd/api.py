@@ -95,7 +95,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
             autograd.backward(context_id, [w.to_here().sum()])  # the gradient is at w's owner
         ```
     """
-    if not isinstance(context_id, int) or not isinstance(roots, Sequence):
+    if not _is_number(context_id) or not isinstance(roots, Sequence):
         raise TypeError(
             "backward(): incompatible function arguments: expected (context_id: int, "
             f"roots: list of tensors, retain_graph: bool), got {context_id!r}, {roots!r}"
@@ -115,6 +115,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         gradients are not copied.
 
     Raises:
+        TypeError: `context_id` is not an int.
         RpcError: The context does not exist.
 
     Example:
@@ -125,7 +126,17 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
             assert autograd.get_gradients(context_id)[x].tolist() == [1.0, 1.0]
         ```
     """
+    if not _is_number(context_id):
+        raise TypeError(
+            "get_gradients(): incompatible function arguments: expected (context_id: int), "
+            f"got {context_id!r}"
+        )
     return dict(_contexts().find(context_id).gradients)
+
+
+def _is_number(context_id: object) -> bool:
+    """Whether this may be the number of a context: True is none, although it equals 1."""
+    return isinstance(context_id, int) and not isinstance(context_id, bool)
 
 
 def _check_roots(roots: Sequence[torch.Tensor]) -> None:
