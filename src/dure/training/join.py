@@ -60,9 +60,12 @@ class JoinHook:
 
     Attributes:
         preparation: How a rank becomes able to shadow, for the error if `can_shadow` is False.
+        warns_of_many_rounds: Whether a rank that shadows 1,000 times gets a `PerformanceWarning`:
+            it has fewer inputs, and would be idle less if they were divided more evenly.
     """
 
     preparation = ""
+    warns_of_many_rounds = True
 
     def can_shadow(self) -> bool:
         """Return whether this rank can shadow; if not, an announcement is an error on all ranks."""
@@ -335,7 +338,8 @@ class Join:
             place, phase = divmod(round.codes[round.active[0]] - 1, _PHASES)
             self._hooks[place].shadow(phase, round)
             num_rounds += 1
-            if num_rounds == _MANY_ROUNDS:
+            warns = any(hook.warns_of_many_rounds for hook in self._hooks)
+            if num_rounds == _MANY_ROUNDS and warns:
                 warnings.warn(
                     f"rank {self.group.rank()} has shadowed the others {num_rounds} times: it has "
                     "that many fewer inputs, and was idle then; divide the data more evenly",

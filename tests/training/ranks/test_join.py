@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.errors import UsageError
+from dure.errors import PerformanceWarning, UsageError
 from dure.testing import run_ranks
+from dure.training import join
 from tests.parallel.ddp.join_models import (
     Params,
     assert_all_close,
@@ -81,6 +82,20 @@ def test_each_joinable_is_shadowed_when_it_communicates_3_ranks() -> None:
     first, second, third = run_ranks(3, rank_main)
     assert first == third == ([3.0, 2.0, 2.0, 2.0, 3.0], [], 2, 0, True)
     assert second == ([3.0, 3.0], [2.0, 2.0, 2.0], 0, 2, False)
+
+
+def test_a_rank_that_shadows_very_often_is_warned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join, "_MANY_ROUNDS", 3)
+
+    def rank_main(rank: int) -> None:
+        adder = Adder()
+        with dist.Join([adder]):
+            for _ in range(7 * rank):
+                adder.add()
+
+    with pytest.warns(PerformanceWarning, match="rank 0 has shadowed the others 3 times") as found:
+        run_ranks(2, rank_main)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ class _Following(JoinHook):
     """Takes part in other ranks' forwards."""
 
     preparation = "Let all ranks make one forward first, with any input."
+    warns_of_many_rounds = False  # how long others generate is no matter of dividing inputs
 
     def __init__(self, forwards: _Forwards) -> None:
         self._forwards = forwards

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import dure
-from dure.errors import Desync, PeerLost, UsageError
+from dure.errors import Desync, PeerLost, PerformanceWarning, UsageError
 from dure.fsdp import follow, strategy
 from dure.testing import run_ranks
+from dure.training import join
 from tests.parallel.fsdp.ranks.fsdp_models import Block, making, shard
 from tests.thread_ranks import on_ranks
 
@@ -86,6 +87,21 @@ def caught(kind: type[dure.DureError], call: Any, *args: Any) -> Any:
 def outside_of_a_block(model: Any, rank: int) -> None:
     list(words(model, 1, (1, 2)[rank]))
     dure.barrier()
+
+
+def test_a_rank_that_follows_very_often_is_not_warned(
+    way: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(join, "_MANY_ROUNDS", 3)
+
+    def body(rank: int) -> None:
+        model = sharded(way)
+        warm(model)
+        with follow(model), torch.no_grad():
+            list(words(model, 1, 6 * rank))
+
+    run_ranks(2, body)
+    assert not [each for each in recwarn if each.category is PerformanceWarning]
 
 
 @on_ranks(2)
