@@ -63,7 +63,7 @@ def test_with_etcd_and_without_restarts_the_lost_host_is_named(jobs: HostJobs) -
 @SLOW
 def test_clocks_an_hour_apart_change_neither_leases_nor_restarts(jobs: HostJobs) -> None:
     job = jobs.start_reducing("dure run", "other clock", "1:2", lease_s=4, max_restarts=3)
-    job.hosts[1].start_any(["kill", "-KILL", (job.folder / "up 3").read_text()], {}).wait()
+    job.kill_rank(job.ranks_of("b")[-1], host=1)
     job.wait_for_round(1)
     job.hosts[1].kill()
     job.wait_for_round(2)

@@ -74,6 +74,15 @@ class HostJob:
         """Wait until ranks of `reducing` have made steps in a round."""
         self.wait_for(lambda: any(n == number for n, _, _ in self.steps()), f"round {number}")
 
+    def ranks_of(self, host: str) -> list[int]:
+        """Return the ranks of a host that have made steps: hosts are numbered as they join."""
+        return sorted({rank for _, name, rank in self.steps() if name == host})
+
+    def kill_rank(self, rank: int, host: int) -> None:
+        """Kill a rank of `reducing`, by the number that its process has on its host."""
+        pid = (self.folder / f"up {rank}").read_text()
+        assert self.hosts[host].start_any(["kill", "-KILL", pid], {}).wait() == 0
+
     def kill(self, host: int, *words: str) -> None:
         """Kill the process on a host whose command line has all the words; there must be one."""
         lines = [line for line in self.hosts[host].inside() if " nsenter " not in line]
