@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 
 from dure.errors import LaunchError
 
-__all__ = ["PASSED_ON", "Interrupted", "caught_signals", "first_of", "read_signals"]
+__all__ = ["PASSED_ON", "Interrupted", "caught_signals", "first_of", "pause", "read_signals"]
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
 """Signals that are caught without ending the job."""
@@ -89,3 +91,16 @@ def first_of(numbers: Collection[int], fd: int) -> int | None:
         elif number == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
     return found
+
+
+def pause(numbers: Collection[int], fd: int, seconds: float) -> None:
+    """Wait, while no rank runs, unless a signal of `numbers` arrives.
+
+    Raises:
+        Interrupted: One has arrived.
+    """
+    until = time.monotonic() + seconds
+    while (left_s := until - time.monotonic()) > 0:
+        select.select([fd], [], [], left_s)
+        if (number := first_of(numbers, fd)) is not None:
+            raise Interrupted(number)

@@ -19,9 +19,9 @@ from dure.launch import JobSpec
 from dure.launch.agent import link as links
 from dure.launch.agent.control import CoordinatorClient, open_control
 from dure.launch.agent.events import Idle, Leave, Left, RunRound
-from dure.launch.agent.link import HostEndpoint, Link, pause, settings_of
+from dure.launch.agent.link import HostEndpoint, Link, settings_of
 from dure.launch.agent.messages import Answer, Control, Message
-from dure.launch.signals import Interrupted, caught_signals
+from dure.launch.signals import Interrupted, caught_signals, pause
 from dure.store import network
 from dure.store.builds import Build, own_build
 from dure.store.key import JobKey, control_key, mint
@@ -133,10 +133,10 @@ def test_only_a_signal_that_ends_the_job_ends_the_search_for_it(
         os.kill(os.getpid(), number)
         if ends:
             with pytest.raises(Interrupted) as caught:
-                pause(spec, signals, PATIENCE_S)
+                pause(spec.signals, signals, PATIENCE_S)
             assert caught.value.number == number
         else:
-            pause(spec, signals, 0.01)
+            pause(spec.signals, signals, 0.01)
 
 
 def test_ctrl_c_ends_the_wait_for_hosts_that_do_not_read_the_end_of_the_job(port: int) -> None:

@@ -28,7 +28,6 @@ import msgspec
 from dure.errors import StoreError, StoreLost, StoreTimeout
 from dure.launch.agent.elastic import ElasticState
 from dure.launch.agent.events import Event, Lost, Settings
-from dure.launch.agent.link import pause
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
@@ -46,7 +45,7 @@ from dure.launch.agent.messages import (
     why_other_flags,
 )
 from dure.launch.agent.state import JobPhase, JobState
-from dure.launch.signals import Interrupted
+from dure.launch.signals import Interrupted, pause
 from dure.launch.spec import JobSpec
 from dure.store.address import interface_to
 from dure.store.builds import own_build
@@ -404,7 +403,7 @@ class EtcdJobEndpoint:
                 self._control.see_others_off(agent, limit_s, self._pause)
 
     def _pause(self, seconds: float) -> None:
-        pause(self._spec, self._signals, seconds)
+        pause(self._spec.signals, self._signals, seconds)
 
     def close(self) -> None:
         """Do nothing: the member closes the connections."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import select
 import time
 import uuid
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from dure.launch.agent.events import Joined, Settings
 from dure.launch.agent.membership import HostMember, HostMembership, LastWill, boottime
 from dure.launch.agent.messages import Admitted, Control, JoinRequest, Refusal
 from dure.launch.ranks.reaper import Reaper
-from dure.launch.signals import Interrupted, first_of
+from dure.launch.signals import Interrupted, pause
 from dure.launch.spec import JobSpec
 from dure.store.address import (
     await_name,
@@ -52,7 +51,7 @@ from dure.store.silence import silence_s
 if TYPE_CHECKING:
     from dure.launch.agent.etcd import EtcdJobEndpoint
 
-__all__ = ["HostEndpoint", "Link", "pause"]
+__all__ = ["HostEndpoint", "Link"]
 
 _PAUSE_S = 0.1
 _DIAL_S, _LONGEST_DIAL_S = 0.5, 2.0
@@ -78,19 +77,6 @@ _UNKNOWN_S = 10.0
 
 _LEASE_S = 15
 """How long a lease lasts by default."""
-
-
-def pause(spec: JobSpec, signals: int, seconds: float) -> None:
-    """Wait, unless a signal arrives that ends the job; others are for ranks, and there are none.
-
-    Raises:
-        Interrupted: One has arrived.
-    """
-    until = time.monotonic() + seconds
-    while (left_s := until - time.monotonic()) > 0:
-        select.select([signals], [], [], left_s)
-        if (number := first_of(spec.signals, signals)) is not None:
-            raise Interrupted(number)
 
 
 def settings_of(spec: JobSpec) -> Settings:
@@ -167,7 +153,7 @@ class Link:
             if control is not None and self._enter(control, host, port, settings, former):
                 assert self._member is not None
                 return self._member
-            pause(spec, self._signals, _PAUSE_S)
+            pause(spec.signals, self._signals, _PAUSE_S)
             waited_s = time.monotonic() - start
             if waited_s > _REPORT_S and not reported:
                 reported = True
@@ -295,7 +281,9 @@ class HostEndpoint:
         self.trouble = self.address = ""
         self._dial_s = _DIAL_S
         patience_s = patience_for_names(spec.join_timeout_s, _UNKNOWN_S)
-        await_name(self._host, patience_s, say, lambda seconds: pause(spec, signals, seconds))
+        await_name(
+            self._host, patience_s, say, lambda seconds: pause(spec.signals, signals, seconds)
+        )
         self._there = resolve_shared(self._host, self._port, "the endpoint's host")
 
     @property
@@ -375,7 +363,7 @@ class HostEndpoint:
         until = time.monotonic() + limit_s
         with contextlib.suppress(Interrupted):
             while not self._coordinator.is_left.is_set() and time.monotonic() < until:
-                pause(self._spec, self._signals, _FAREWELL_PAUSE_S)
+                pause(self._spec.signals, self._signals, _FAREWELL_PAUSE_S)
 
     def close(self) -> None:
         """Stop the servers, if this launcher runs them."""
