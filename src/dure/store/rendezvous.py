@@ -392,9 +392,10 @@ def _check_serves(keys: Store, me: RendezvousMember, generation: int, base: Stor
 
     That process has left its own rendezvous, or this rank could not have claimed its number. A
     process whose rendezvous failed serves a little longer; a job that began in its store would end
-    with it.
+    with it. In the first generation no rank has left: the process that serves is about to claim the
+    number 0, too, and then all ranks learn that two have it.
     """
-    if isinstance(base, NetworkStore) and not base.serves:
+    if generation > 0 and isinstance(base, NetworkStore) and not base.serves:
         what = "the port of rank 0 is taken by the store of another job"
         fix = "End that job's processes and start again, or choose another MASTER_PORT."
         before = [member for member in _came(keys, generation - 1) if member.rank == 0]

@@ -202,3 +202,29 @@ except RendezvousError as error:
             assert f"pid {third.pid} " in said
     if kept is not None:
         kept.close()
+
+
+def test_a_second_number_0_that_comes_before_the_process_that_serves_is_named(port: int) -> None:
+    serve = """
+store = TCPStore("127.0.0.1", int(args[1]), is_master=True, timeout=PATIENCE)
+say("serves")
+sys.stdin.readline()
+try:
+    rendezvous(args[0], 0, 3, timeout=PATIENCE)
+except RendezvousError as error:
+    say(error.what, error.seen)
+"""
+    join = """
+try:
+    rendezvous(args[0], int(args[1]), 3, timeout=PATIENCE)
+except RendezvousError as error:
+    say(error.what, error.seen)
+"""
+    url = f"tcp://127.0.0.1:{port}"
+    with running((serve, url, str(port))) as (server,):
+        assert line(server) == "serves"
+        with running((join, url, "0"), (join, url, "1"), (WATCH, url)) as (first, second, watcher):
+            assert line(watcher) == "both came"
+            print(file=server.stdin, flush=True)
+            for program in (server, first, second):
+                assert "two processes have the number 0" in line(program)
