@@ -11,8 +11,8 @@ as replicated, without a look at the values, are:
   `torch.autograd.Function` in Python and a hook of a DTensor belong to the program.
 
 Lists of numbers and ranges as an index, as in ``x[[0, 2]]``, become replicated (`index_on`). Plain
-tensors that a composite operator creates, such as the causal mask of attention, cannot be told
-from those of the program, and are refused like them.
+tensors that a composite operator creates, such as the causal mask of attention, look like those of
+the program, and are refused like them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A foreign engine's work: how it is started, waited for, and ended with its group.
 
-**Requests.** An engine's own `wait` cannot be interrupted, and an engine that is told to stop does
-not always end it. So a collective is waited for in slices, and after each slice the request checks
+**Requests.** An engine's own `wait` cannot be interrupted, and stopping the engine does not always
+end it. So a collective is waited for in slices, and after each slice the request checks
 whether the group was left. Point-to-point work is different: a wait that times out makes Gloo close
 all connections of the group, and work does not report its end unless it is waited for. So a message
 is waited for in one piece: on a helper thread if the caller only polls.

@@ -89,8 +89,8 @@ def load() -> Library:
 def _start(module: Any, level: int) -> None:
     """Start MPI with the interpreter unlocked; mpi4py would keep it locked.
 
-    MPI waits for the other processes meanwhile, and these may wait for the store, which a thread of
-    this process serves.
+    While it starts, MPI waits for the other processes. These may wait for the store, which a thread
+    of this process serves.
     """
     library = ctypes.CDLL(module.__file__)  # it is linked with MPI
     status: int = library.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
