@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -45,6 +46,13 @@ def waits_in_join(thread: threading.Thread) -> bool:
     while frame is not None and frame.f_code is not threading.Thread.join.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def stop(pid: int) -> None:
+    """Stop a process by SIGSTOP, and wait until it has stopped: on a busy machine it runs on."""
+    os.kill(pid, signal.SIGSTOP)
+    state = Path(f"/proc/{pid}/stat")
+    until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", f"the stop of {pid}")
 
 
 def free_port() -> int:

@@ -22,7 +22,7 @@ from dure.store import rendezvous
 from tests.comm.forked_ranks import Ranks, Slot
 from tests.comm.namespace_hosts import PORT, Host, hosts, variables_of
 from tests.hosts.networks import forked_ranks, set_variables
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, stop, until
 
 pytestmark = pytest.mark.needs("network namespaces", "engine")
 
@@ -120,7 +120,7 @@ def test_a_port_that_a_stopped_process_holds_is_named(tmp_path: Path):
         old.start(reduce, variables, 1, None)
         until(lambda: len(list((tmp_path / "old").glob("call1-*"))) == COUNT, "ranks that reduce")
         (rank_0,) = psutil.Process(old.pids[0]).children()  # within the host's namespaces
-        rank_0.send_signal(signal.SIGSTOP)
+        stop(rank_0.pid)
         new.start(reduce, variables, 100, 5, 5.0)
         assert "cannot listen on 10.213.7.1:29500" in str(new.result(0))
         for rank in range(1, COUNT):

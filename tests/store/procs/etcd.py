@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dure.launch.ranks.ports import reserve_port
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, stop, until
 
 PROGRAM = shutil.which("etcd")
 
@@ -76,7 +76,7 @@ class Etcd:
 
     def pause(self, number: int) -> None:
         """Let a member say nothing: its connections stand, and nobody answers."""
-        self.members[number].send_signal(signal.SIGSTOP)
+        stop(self.members[number].pid)
 
     def go_on(self, number: int) -> None:
         """Let a paused member go on."""

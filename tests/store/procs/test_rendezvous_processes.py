@@ -9,6 +9,7 @@ import pytest
 from dure.store import FileStore, TCPStore
 from tests.store.conftest import TIMEOUT
 from tests.store.procs.store_programs import line, output, running
+from tests.waiting import stop
 
 MEET = """
 url, rank, times = args[0], int(args[1]), int(args[2])
@@ -147,7 +148,7 @@ sys.stdin.read()
 """
     with running((code,)) as (server,):
         store = TCPStore("127.0.0.1", int(line(server)), timeout=TIMEOUT)
-        server.send_signal(signal.SIGSTOP)
+        stop(server.pid)
         store.set_timeout(timedelta(milliseconds=100))
         with pytest.raises(TimeoutError):
             store.get("k")
