@@ -130,7 +130,7 @@ def a_store_file(data: bytes) -> None:
         store.set("k", "v")
         whole = path.read_bytes()
         json = msgspec.json.encode(data)
-        with contextlib.suppress(*UNREADABLE):
+        with contextlib.suppress(*UNREADABLE, TypeError):  # JSON has no form for some values
             json = msgspec.json.encode(msgspec.msgpack.decode(data))
         odd = [b'[["set",["\x80"],["eA=="]]]', data, json, b"[%b]" % json, b"[null,%b]" % json]
         for content in (
