@@ -61,7 +61,13 @@ from dure.checkpoint.tree import (
     names_in,
     without_marks,
 )
-from dure.errors import CheckpointError, CheckpointException, CheckpointMismatch, UsageError
+from dure.errors import (
+    CheckpointError,
+    CheckpointException,
+    CheckpointMismatch,
+    CheckpointNotWritten,
+    UsageError,
+)
 from dure.trace import logs
 
 __all__ = ["OnDemand", "Saving", "Taken", "begin", "save_into", "take"]
@@ -333,26 +339,30 @@ class Saving:
                 return None
             return publish(path, catalog, folder.check)
 
-        def clean_up() -> None:
-            """Remove all files on rank 0, and this rank's on others: hosts may not share them."""
+        def clean_up(error: BaseException) -> None:
+            """Remove what was written: on rank 0 all files, and then another job may save there.
+
+            Another rank may come here late, when a file of its name is one of the next save, which
+            may have this number. So it removes its file only if rank 0 may not see that.
+            """
+            failures = error.failures.values() if isinstance(error, CheckpointException) else ()
             with suppress(OSError):
                 if ranks.rank == 0:
                     folder.check()  # if another job has taken over, these are its files
                     remove(path, number=number)
-                elif wrote:
+                elif wrote and any(isinstance(e, CheckpointNotWritten) for e, _ in failures):
                     remove(path, number=number, rank=ranks.rank)
 
         try:
             sums = ranks.all_or_none(_NOT_SAVED, write)
         except BaseException as e:
-            if ranks.rank == 0 or isinstance(e, CheckpointException):
-                clean_up()
+            clean_up(e)
             raise
         catalog = self._catalog(sums, number)
         try:
             unflushed = ranks.all_or_none(_NOT_SAVED, publish_on_rank_0)[0]
-        except CheckpointException:  # rank 0 has not published; after other errors that is unknown
-            clean_up()
+        except CheckpointException as e:  # rank 0 has not published; else that is unknown
+            clean_up(e)
             raise
         try:
             if unflushed is not None:

@@ -21,7 +21,7 @@ that runs without its hooks (``step.__wrapped__``) gets the DTensors, and runs o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,15 +49,16 @@ class _Collector:
     """The `_init_group` of an optimizer that holds DTensors: it collects their parts.
 
     Attributes:
-        is_announced: Whether the hook before the running step was called, so that the hook after
-            it can be expected, too.
+        announced: The groups that the running step has not collected yet, if the hook before it was
+            called, so that the hook after it can be expected, too. After a step that raised in a
+            group, later groups are left, and the next step does not begin with one of them.
         momenta: The DTensors of the running step of SGD with momentum, and their parts.
         copies: Parts that a fused kernel needs in another order, and the copies that it gets.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # the optimizer holds this object
-        self.is_announced = False
+        self.announced: Iterator[dict[str, Any]] = iter(())
         self.momenta: list[tuple[DTensor, torch.Tensor]] = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -73,7 +74,7 @@ class _Collector:
         self._store()  # of the previous group: the update of this one may raise
         optimizer: Any = self._optimizer()
         result = type(optimizer)._init_group(optimizer, group, *lists)
-        needs_dtensors = torch.is_grad_enabled() or not self.is_announced
+        needs_dtensors = next(self.announced, None) is not group or torch.is_grad_enabled()
         parts = None if needs_dtensors else _parts_of(group, lists)
         if parts is None:
             return result
@@ -91,7 +92,6 @@ class _Collector:
 
     def end_step(self, *_: object) -> None:
         """Store the results of the last group; the hook after a step."""
-        self.is_announced = False
         self._store()
 
     def _store(self) -> None:
@@ -128,7 +128,7 @@ def _before_step(
         handle = optimizer.register_step_post_hook(collector.end_step)
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # pyright: ignore
     collector.copies = []  # those of a step that raised must not be written
-    collector.is_announced = True
+    collector.announced = iter(optimizer.param_groups)
 
 
 def _parts_of(group: dict[str, Any], lists: Iterable[list[Any]]) -> list[list[Any]] | None:
