@@ -1,7 +1,5 @@
 """A small run: a model, its optimizer and its scheduler, and how states are compared."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

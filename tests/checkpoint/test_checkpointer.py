@@ -1,7 +1,5 @@
 """A Checkpointer alone: what comes back, what is refused and why, what is left in the folder."""
 
-from __future__ import annotations
-
 import gc
 import random
 from typing import Any, cast

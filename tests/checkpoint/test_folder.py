@@ -1,7 +1,5 @@
 """The folder of a run's checkpoints: what is kept, removed, flushed, locked and left."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint as one file of torch.save, and back."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The lock on a folder: records of other hosts, leases, and two saves of one process."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from dure.checkpoint import Checkpointer
+from dure.checkpoint import Checkpointer, consolidate, load, save
+from dure.checkpoint.catalog import Catalog, Stored, catalog_of, publish
+from dure.checkpoint.format_utils import dcp_to_torch_save
+from dure.checkpoint.reading import Mapped, faults
+from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind, write_slices
+from dure.checkpoint.slices import Box
+from dure.checkpoint.tree import tensor_node
+from dure.comm.checksum import crc32c
+from dure.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.manifests import write_manifest
 from tests.checkpoint.small_runs import equal, small
 
@@ -19,30 +32,6 @@ def test_loaded_tensors_do_not_depend_on_the_file(tmp_path):
     with (path / "part-000001-00000.safetensors").open("r+b") as file:
         file.truncate(0)
     assert loaded["x"].sum() == 1000
-
-
-@settings(max_examples=10)
-@example(where=0.999, which=False, cut=False)  # of a tensor; those before are of the header
-@given(where=st.floats(0, 1, exclude_max=True), which=st.booleans(), cut=st.booleans())
-def test_any_changed_byte_is_found_and_the_older_checkpoint_used(
-    tmp_path_factory, where, which, cut
-):
-    path = tmp_path_factory.mktemp("run")
-    checkpoints = Checkpointer(path)
-    values = [0.0]
-    checkpoints.save(1, values=values, model=small(1))
-    newest = checkpoints.save(2, values=[1.0], model=small(2))
-    file = newest / ("manifest.json" if which else "part-000001-00000.safetensors")
-    data = bytearray(file.read_bytes())
-    at = int(where * len(data))
-    data[at] ^= 1 << (at % 8)
-    file.write_bytes(data[:at] if cut else data)
-    loaded, model = [], small(3)
-    assert checkpoints.load(values=loaded, model=model) == 1
-    assert loaded == values
-    assert equal(model.state_dict(), small(1).state_dict())
-    assert list(checkpoints.refused) == [str(newest)]
-    assert checkpoints.latest().step == 1  # type: ignore[union-attr]
 
 
 FOREIGN = {
@@ -63,3 +52,133 @@ def test_a_manifest_that_nobody_here_wrote_is_refused_and_the_older_one_taken(tm
     write_manifest(newest, text % FOREIGN[kind])
     assert checkpoints.load(model=small()) == 1
     assert list(checkpoints.refused) == [str(newest)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading under limits of the system: errors that say nothing about bytes; few files, no memory.
+
+
+NOT_DAMAGE = [errno.EMFILE, errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOMEM]
+
+
+def _fail_once(monkeypatch, call: str, wanted: str, number: int) -> None:
+    """Let the first `os.open` of the file `wanted`, or the first read of it, fail."""
+    real, left = getattr(os, call), [1]
+
+    def failing(what, *args, **options):
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
+        if path.endswith(wanted) and left:
+            left.pop()
+            raise OSError(number, os.strerror(number), path)
+        return real(what, *args, **options)
+
+    monkeypatch.setattr(os, call, failing)
+
+
+@pytest.mark.parametrize("number", NOT_DAMAGE)
+@pytest.mark.parametrize("file", ["manifest.json", "part-000001-00000.safetensors"])
+def test_error_of_the_system_is_raised_and_no_older_checkpoint_taken(
+    tmp_path, monkeypatch, number, file
+):
+    checkpoints = Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, model=small(step))
+    model = small(5)
+    _fail_once(monkeypatch, "open", f"000002-step-2/{file}", number)
+    with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+        checkpoints.load(model=model)
+    assert not isinstance(caught.value, CheckpointDamaged)
+    assert equal(model.state_dict(), small(5).state_dict()) and not checkpoints.refused
+    assert checkpoints.load(model=model) == 2
+
+
+def test_file_that_becomes_shorter_while_it_is_checked_is_damaged(tmp_path):
+    save({"w": torch.ones(1 << 16)}, checkpoint_id=tmp_path)
+    mapped = Mapped(tmp_path, catalog_of(tmp_path))
+    os.truncate(tmp_path / "part-000001-00000.safetensors", 4096)
+    with pytest.raises(CheckpointDamaged, match="became shorter"):
+        mapped.check([Slice("w", Box((0,), (1 << 16,)))])
+
+
+def _of_many_ranks(folder: Path, count: int) -> None:
+    """Write a checkpoint of w = [0, 1, ...], one element per rank."""
+    kinds = {"w": TensorKind("F32", (count,))}
+    slices: dict[str, dict[Box, Stored]] = {"w": {}}
+    layouts = {}
+    folder.mkdir()
+    for rank in range(count):
+        part, name = Slice("w", Box((rank,), (1,))), f"part-000001-{rank:05d}.safetensors"
+        layouts[name] = FileLayout.of([part], kinds)
+        (crc,) = write_slices(folder / name, layouts[name], {part: torch.tensor([float(rank)])})
+        slices["w"][part.box] = Stored(name, crc)
+    publish(folder, Catalog({"w": tensor_node("w")}, kinds, slices, layouts))
+
+
+@contextmanager
+def _limited(kind: int, soft: int) -> Iterator[None]:
+    old, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (old, hard))
+
+
+def test_more_files_than_may_be_open_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # 150 of them
+    _of_many_ranks(tmp_path / "of 150", 150)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    most = sorted(set(range(1000)) - used)[100]  # descriptors have numbers below this
+    loaded = {"w": torch.zeros(150, dtype=torch.float64)}
+    with _limited(resource.RLIMIT_NOFILE, most):
+        load(loaded, checkpoint_id=tmp_path / "of 150")
+        consolidate(tmp_path / "of 150", tmp_path / "weights")
+        dcp_to_torch_save(tmp_path / "of 150", tmp_path / "one.pt")
+        assert faults(tmp_path / "of 150", catalog_of(tmp_path / "of 150")) == []
+    assert loaded["w"].tolist() == list(range(150))
+    assert torch.load(tmp_path / "one.pt")["w"].tolist() == list(range(150))
+
+
+LARGE = 1 << 28  # bytes; a hole in the file, which takes neither disk nor memory
+
+
+def _with_a_large_tensor(folder: Path) -> None:
+    """Write a checkpoint of a small tensor, [0, 1, 2, 3], and of a large one, of zeros."""
+    kinds = {"large": TensorKind("U8", (LARGE,)), "small": TensorKind("F32", (4,))}
+    parts = {"large": Slice("large", Box((0,), (LARGE,))), "small": Slice("small", Box((0,), (4,)))}
+    name = "part-000001-00000.safetensors"
+    layout = FileLayout.of(parts.values(), kinds)
+    with (folder / name).open("wb") as file:
+        file.truncate(layout.num_bytes)
+        file.write(layout.header)
+        file.seek(layout.begins[parts["small"]])
+        file.write(torch.arange(4.0).numpy().tobytes())
+    crc = crc32c(memoryview(torch.arange(4.0).numpy().tobytes()))
+    slices = {
+        "large": {parts["large"].box: Stored(name, _CRC_OF_ZEROS)},
+        "small": {parts["small"].box: Stored(name, crc)},
+    }
+    tree = {name: tensor_node(name) for name in kinds}
+    publish(folder, Catalog(tree, kinds, slices, {name: layout}))
+
+
+@contextmanager
+def _little_memory() -> Iterator[None]:
+    """Let this process have half as much more memory as the large tensor needs."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with _limited(resource.RLIMIT_AS, used + LARGE // 2):
+        yield
+
+
+def test_small_tensor_of_a_file_larger_than_memory_is_converted(tmp_path):
+    _with_a_large_tensor(tmp_path)
+    state = {"small": torch.zeros(4, dtype=torch.float64)}
+    every_second = torch.zeros(4, 2)
+    with _little_memory():
+        load(state, checkpoint_id=tmp_path, no_dist=True)
+        load({"small": every_second[:, 1]}, checkpoint_id=tmp_path, no_dist=True)
+    assert state["small"].tolist() == [0, 1, 2, 3]
+    assert every_second.tolist() == [[0, 0], [0, 1], [0, 2], [0, 3]]
+
+
+_CRC_OF_ZEROS = 0x02F63B78

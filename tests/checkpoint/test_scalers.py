@@ -1,9 +1,5 @@
 """A GradScaler that is loaded within a step."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -14,9 +10,7 @@ from dure.parallel.amp import GradScaler
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
-def test_after_loading_a_scaler_unscales_the_next_batch(
-    kind: type[torch.amp.GradScaler], tmp_path: Path
-):
+def test_after_loading_a_scaler_unscales_the_next_batch(kind, tmp_path):
     """As after a loss that became NaN, which was seen after `unscale_`."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

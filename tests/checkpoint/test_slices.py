@@ -1,7 +1,5 @@
 """Boxes of a tensor: whether some of them are the complete tensor."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.checkpoint.slices import Box, fault_of_cover

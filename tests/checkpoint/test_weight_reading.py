@@ -1,7 +1,5 @@
 """What is read of a folder of weights, and what a save may replace there."""
 
-from __future__ import annotations
-
 import json
 import os
 

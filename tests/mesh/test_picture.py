@@ -2,8 +2,6 @@
 
 # pyright: reportArgumentType=false
 
-from __future__ import annotations
-
 from dure.device_mesh import DeviceMesh
 
 

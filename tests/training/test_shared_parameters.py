@@ -1,7 +1,5 @@
 """Which tensors overlap in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

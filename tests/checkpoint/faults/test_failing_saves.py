@@ -62,20 +62,18 @@ def _check(report: Report) -> None:
 @pytest.mark.parametrize(
     ("writer", "size"), dict.fromkeys((scenario.writer, scenario.size) for scenario in SCENARIOS)
 )
-def test_save_with_a_failing_call_leaves_the_old_or_the_new(
-    run: Run, writer: str, size: int
-) -> None:
+def test_save_with_a_failing_call_leaves_the_old_or_the_new(run, writer, size):
     drawn = [s for s in SCENARIOS if (s.writer, s.size) == (writer, size)]
     _check(run(random.Random(f"{SEED} {writer} {size}").choice(drawn), 3, KINDS))
 
 
 @pytest.mark.parametrize("writer", ["save", "weights in one file", "weights in three files"])
-def test_save_that_is_killed_at_any_call_leaves_the_old_or_the_new(run: Run, writer: str) -> None:
+def test_save_that_is_killed_at_any_call_leaves_the_old_or_the_new(run, writer):
     _check(run(Scenario(writer, 1, "used"), None, "KILL"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_save_with_any_call_failing_leaves_the_old_or_the_new(run: Run, scenario: Scenario) -> None:
+def test_save_with_any_call_failing_leaves_the_old_or_the_new(run, scenario):
     _check(run(scenario, None, KINDS))

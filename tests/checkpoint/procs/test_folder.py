@@ -1,7 +1,5 @@
 """The lock on a folder: children that are forked while it is held, and a holder that is stopped."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Saving in the background: what is in it, what holds it up, what becomes of failures."""
 
-from __future__ import annotations
-
 import os
 import threading
 from contextvars import copy_context

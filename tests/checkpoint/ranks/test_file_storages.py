@@ -1,7 +1,5 @@
 """Where checkpoints are: a relative folder is that of the call; what cannot be one is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

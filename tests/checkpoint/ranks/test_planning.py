@@ -1,7 +1,5 @@
 """Tied tensors are written once, and loaded by each of their names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,8 @@
 """Saving: what fails on one rank fails on all, and what was saved before stays."""
 
-from __future__ import annotations
-
+import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,12 +10,21 @@ import pytest
 import torch
 
 import dure
-from dure.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemWriter, load, save
-from dure.errors import Desync, UsageError
+from dure.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    FileSystemWriter,
+    async_save,
+    load,
+    save,
+    saving,
+)
+from dure.errors import CheckpointNotWritten, Desync, UsageError
 from dure.tensor import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted
 from tests.thread_ranks import on_ranks
+from tests.waiting import PATIENCE_S
 
 S0 = Shard(0)
 
@@ -99,3 +108,159 @@ def test_a_checkpoint_that_is_absent_or_may_not_be_replaced(tmp_path):
     save({"a": 1}, storage_writer=once)
     with pytest.raises(CheckpointException, match="already"):
         save({"a": 2}, storage_writer=once)
+
+
+# --------------------------------------------------------------------------------------------------
+# The folder that is saved into: what killed saves left there, and whether all ranks see it.
+
+
+def _names(path):
+    return sorted(p.name for p in path.iterdir())
+
+
+def _save(state, folder):
+    save(state, checkpoint_id=folder)
+
+
+def _save_in_background(state, folder):
+    async_save(state, checkpoint_id=folder).result(PATIENCE_S)
+
+
+@pytest.fixture
+def before_writing(monkeypatch):
+    """Return a list with what is in the folder when a save begins to write, for each save."""
+    seen, write = [], saving.write_slices
+
+    def writing(path, *rest):
+        seen.append(_names(path.parent))
+        return write(path, *rest)
+
+    monkeypatch.setattr(saving, "write_slices", writing)
+    return seen
+
+
+@pytest.mark.parametrize("store", [_save, _save_in_background])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_killed_saves_left_is_removed_before_the_next_one_writes(
+    tmp_path, before_writing, store, is_used
+):
+    if is_used:
+        store({"w": counted(3)}, tmp_path)
+    left = ["part-000002-00000.safetensors", "part-000007-00001.safetensors"]
+    others = ["part-000002-00000.safetensors.copy", "notes.txt"]
+    for name in left + others:
+        (tmp_path / name).write_text("")
+    store({"w": counted(3)}, tmp_path)
+    first = ["part-000001-00000.safetensors"] if is_used else []
+    kept = [*others, *first, *(["manifest.json"] if is_used else [])]
+    assert before_writing[-1] == sorted([".lock", *kept])
+    assert _names(tmp_path) == sorted([*others, "manifest.json", "part-000008-00000.safetensors"])
+
+
+@pytest.mark.parametrize("writes", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_that_each_host_has_on_its_own_disk_is_refused(tmp_path, is_there, writes):
+    disks = [tmp_path / "host0", tmp_path / "host1"]
+    _save({"w": counted(3)}, disks[0])
+    if is_there:
+        disks[1].mkdir()
+
+    def body(rank):
+        with pytest.raises(CheckpointException, match="not see the same folder") as caught:
+            _save({f"of rank {rank}": counted(3)} if rank in writes else {}, disks[rank])
+        return [type(error) for error, _ in caught.value.failures.values()]
+
+    assert run_ranks(2, body) == [[CheckpointNotWritten]] * 2
+    assert _names(disks[0]) == ["manifest.json", "part-000001-00000.safetensors"]
+    assert not is_there or _names(disks[1]) == []
+    state = {"w": torch.zeros(3)}
+    load(state, checkpoint_id=disks[0])
+    assert state["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["has 100 bytes", "is absent"])
+def test_a_file_that_rank_0_does_not_see_is_not_published(tmp_path, monkeypatch, how):
+    write = saving.write_slices
+
+    def spoil(path, *rest):
+        sums = write(path, *rest)
+        if how == "is absent":
+            path.unlink()
+        else:
+            os.truncate(path, 100)
+        return sums
+
+    monkeypatch.setattr(saving, "write_slices", spoil)
+    with pytest.raises(CheckpointException, match=f"part-000001-00000.*{how}"):
+        _save({"w": counted(3)}, tmp_path)
+    assert _names(tmp_path) == []
+
+
+@pytest.fixture
+def failing_flush(monkeypatch):
+    """Return a function: flushing fails once something gets the name that it is called with."""
+    flush, rename = os.fsync, Path.rename
+    switch = {"after": "", "renamed": False}
+
+    def fsync(descriptor):
+        if switch["renamed"]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(descriptor)
+
+    def renaming(path, target):
+        switch["renamed"] = switch["renamed"] or Path(target).name == switch["after"]
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", renaming)
+
+    return lambda after: switch.update(after=after, renamed=False)
+
+
+def test_a_save_whose_last_flush_fails_is_in_place_and_the_error_says_so(tmp_path, failing_flush):
+    first, second = "part-000001-00000.safetensors", "part-000002-00000.safetensors"
+    _save({"w": counted(3)}, tmp_path)
+    failing_flush("manifest.json")
+
+    def body(rank):
+        del rank
+        with pytest.raises(CheckpointException) as caught:
+            _save({"w": counted(4)}, tmp_path)
+        return str(caught.value)
+
+    for text in run_ranks(2, body):
+        assert "in place" in text and "not saved" not in text
+    failing_flush("")
+    assert _names(tmp_path) == ["manifest.json", first, second]  # either manifest has its file
+    state = {"w": torch.zeros(4)}
+    load(state, checkpoint_id=tmp_path)
+    assert state["w"].tolist() == [0, 1, 2, 3]
+    _save({"w": counted(4)}, tmp_path)
+    assert _names(tmp_path) == ["manifest.json", "part-000003-00000.safetensors"]
+
+
+@pytest.mark.parametrize("when", ["before it writes", "after it has written"])
+@pytest.mark.parametrize("store", [_save, _save_in_background])
+def test_a_save_that_lost_its_lock_leaves_what_the_next_job_has_saved(
+    tmp_path, monkeypatch, store, when
+):
+    write, ours, theirs = saving.write_slices, tmp_path / "a", tmp_path / "b"
+    save({"x": torch.full((3,), 2.0)}, checkpoint_id=theirs)
+
+    def writing(path, *rest):  # a process that was suspended here for longer than the lease
+        if when == "before it writes":
+            (ours / ".lock").unlink()
+            shutil.copytree(theirs, ours, dirs_exist_ok=True)
+            return write(path, *rest)
+        found = write(path, *rest)
+        (ours / ".lock").unlink()
+        shutil.rmtree(ours)
+        shutil.copytree(theirs, ours)
+        return found
+
+    monkeypatch.setattr(saving, "write_slices", writing)
+    with pytest.raises(CheckpointException):
+        store({"x": torch.full((3,), 1.0)}, ours)
+    found = {"x": torch.zeros(3)}
+    load(found, checkpoint_id=ours)
+    assert found["x"].tolist() == [2, 2, 2]

@@ -1,7 +1,5 @@
 """Files of slices: what is in them, and damage."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

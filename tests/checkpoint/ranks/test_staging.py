@@ -1,7 +1,5 @@
 """Copies that a save in the background writes: how much, and for how long they are kept."""
 
-from __future__ import annotations
-
 import torch
 
 from dure.checkpoint import async_save

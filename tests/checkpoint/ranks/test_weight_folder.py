@@ -1,7 +1,5 @@
 """Folders of weights as Hugging Face has them: into any sharding, and from any."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that ranks have columns of: exchanged, and written as consecutive bytes."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

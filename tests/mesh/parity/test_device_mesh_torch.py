@@ -1,7 +1,5 @@
 """Device meshes against torch's, which run over its fake backend: every rank's view of each."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -2,8 +2,6 @@
 
 # pyright: reportArgumentType=false
 
-from __future__ import annotations
-
 import torch
 
 import dure as dist

@@ -12,12 +12,12 @@ def sizes(*num_bytes: int) -> list[GradientSize]:
     return [GradientSize(num_bytes=n) for n in num_bytes]
 
 
-def test_plan_last_cap_holds_for_all_further_buckets() -> None:
+def test_plan_last_cap_holds_for_all_further_buckets():
     plan = plan_buckets(sizes(*[10] * 7), caps=(10, 30, 20))
     assert plan == ((6,), (5, 4, 3), (2, 1), (0,))
 
 
-def test_plan_follows_a_given_order() -> None:
+def test_plan_follows_a_given_order():
     plan = plan_buckets(sizes(10, 10, 10), caps=(20, 20), order=[1, 0, 2])
     assert plan == ((1, 0), (2,))
 
@@ -27,9 +27,7 @@ def test_plan_follows_a_given_order() -> None:
     st.integers(1, 100),
     st.integers(1, 100),
 )
-def test_plan_holds_each_gradient_once_and_closes_in_time(
-    entries: list[tuple[int, str]], cap: int, first_cap: int
-) -> None:
+def test_plan_holds_each_gradient_once_and_closes_in_time(entries, cap, first_cap):
     gradients = [GradientSize(num_bytes=n, kind=k) for n, k in entries]
     plan = plan_buckets(gradients, caps=(min(first_cap, cap), cap))
     assert sorted(i for bucket in plan for i in bucket) == list(range(len(gradients)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -14,54 +15,36 @@ from dure.parallel.ddp.reducer import Reducer
 from dure.training.grad_views import NamedParameter
 
 
-class FakeGroup:
-    """A group of one rank that writes down what it is asked for, in order."""
+def reducer_of(module: nn.Module, log: list[str]) -> Reducer:
+    """Return a reducer whose group writes down what it is asked for, in order."""
 
-    group_name = "fake"
-    backend_name = "fake"
-    closed = False
+    class Ended(Work):
+        def wait(self, timeout: object = None) -> bool:
+            log.append("wait")
+            return True
 
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-    global_ranks = (0,)
-
-    def allocate(self, op: str, nbytes: int, node_shared: bool) -> None:
+    def all_reduce(tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work | None:
+        assert op == ReduceOp.AVG
+        log.append(f"reduce {tensor.numel()}")
+        if async_op:
+            return Ended(None, [tensor])
+        log.append("wait")
         return None
 
-    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
-        outputs[0].copy_(tensor)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self.log.append("broadcast")
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work | None:
-        assert op == ReduceOp.AVG
-        self.log.append(f"reduce {tensor.numel()}")
-        log = self.log
-        if not async_op:
-            log.append("wait")
-            return None
-
-        class Ended(Work):
-            def wait(self, timeout: object = None) -> bool:
-                log.append("wait")
-                return True
-
-        return Ended(None, [tensor])
-
-
-def reducer_of(
-    module: nn.Module, log: list[str], group: type[FakeGroup] = FakeGroup, **options: Any
-) -> Reducer:
+    group = SimpleNamespace(
+        group_name="fake",
+        backend_name="fake",
+        closed=False,
+        global_ranks=(0,),
+        rank=lambda: 0,
+        size=lambda: 1,
+        allocate=lambda *_: None,
+        all_gather=lambda outputs, tensor: outputs[0].copy_(tensor),
+        broadcast=lambda *_: log.append("broadcast"),
+        all_reduce=all_reduce,
+    )
     named = [NamedParameter(name=n, parameter=p) for n, p in module.named_parameters()]
-    return Reducer(cast(Any, group(log)), named, ReducerOptions(caps=(1,), **options))
+    return Reducer(cast(Any, group), named, ReducerOptions(caps=(1,)))
 
 
 class Probe(torch.autograd.Function):

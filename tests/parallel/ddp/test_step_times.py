@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dure.parallel.ddp import step_times
 from dure.training import module_times
 
 
-def test_exposed_communication_is_what_starts_take_and_what_follows_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exposed_communication_is_what_starts_take_and_what_follows_backward(monkeypatch):
     seconds = iter([1, 4, 7, 8, 14, 16, 17])
 
     def now() -> int:

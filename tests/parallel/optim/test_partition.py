@@ -1,7 +1,5 @@
 """Who updates which parameter: balance, ties, and groups that come later."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -15,7 +15,7 @@ from dure.parallel.pipeline.cutting import cut_by_cost, cut_into_stages, measure
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
-def test_no_other_cut_is_better(costs: list[int], data: st.DataObject) -> None:
+def test_no_other_cut_is_better(costs, data):
     n_stages = data.draw(st.integers(1, len(costs)))
     parts = cut_by_cost(costs, n_stages)
     assert [i for part in parts for i in part] == list(range(len(costs)))
@@ -30,7 +30,7 @@ def test_no_other_cut_is_better(costs: list[int], data: st.DataObject) -> None:
     assert value([0, *(part.stop for part in parts)]) == best
 
 
-def test_stages_keep_the_names_of_layers_and_print() -> None:
+def test_stages_keep_the_names_of_layers_and_print():
     layers = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
     cut = cut_into_stages(layers, 2)
     assert [list(stage.state_dict()) for stage in cut.stages] == [
@@ -63,9 +63,7 @@ class Taking(nn.Linear):
         return y
 
 
-def test_measured_costs_are_the_least_of_three_forwards_and_backwards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_measured_costs_are_the_least_of_three_forwards_and_backwards(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: Taking.now)
     layers = [nn.Embedding(10, 3), Taking(9, 5, 7), Taking(2, 2, 2), nn.Tanh()]
     ids = torch.randint(10, (64, 8))
@@ -81,13 +79,13 @@ def test_measured_costs_are_the_least_of_three_forwards_and_backwards(
         ([1.0], 0, "1 layers, 0 stages"),
     ],
 )
-def test_impossible_cuts_are_refused(costs: list[float], n_stages: int, seen: str) -> None:
+def test_impossible_cuts_are_refused(costs, n_stages, seen):
     with pytest.raises(UsageError) as caught:
         cut_by_cost(costs, n_stages)
     assert caught.value.seen == seen
 
 
-def test_costs_are_given_or_measured() -> None:
+def test_costs_are_given_or_measured():
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     with pytest.raises(UsageError, match="both"):
         cut_into_stages(layers, 2, sample=torch.ones(1, 2), costs=[1, 1])

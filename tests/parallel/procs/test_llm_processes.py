@@ -31,9 +31,7 @@ def _trained(rank: int, meshes: list[dict[str, Any]]) -> tuple[str, list[Losses]
         ("hybrid", "abab", [V_SHAPED]),
     ],
 )
-def test_stages_in_processes_find_what_one_rank_finds(
-    backend: str, hosts: str | None, meshes: list[dict[str, Any]]
-) -> None:
+def test_stages_in_processes_find_what_one_rank_finds(backend, hosts, meshes):
     expected = trained_by_threads(BASE, STEPS)[0]
     with ProcessPool(4, None if hosts else backend, hosts=hosts) as pool:
         for used, each in pool.run(_trained, meshes):
@@ -42,6 +40,6 @@ def test_stages_in_processes_find_what_one_rank_finds(
                 assert_same(found, expected)
 
 
-def test_tensor_parallel_of_4_and_ddp_over_2_of_2_train_as_one_rank() -> None:
+def test_tensor_parallel_of_4_and_ddp_over_2_of_2_train_as_one_rank():
     with ProcessPool(4, "shm") as pool:
         pool.run(tensor_models.over_hosts, "")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,9 +44,7 @@ def check(base: Any, sizes: tuple[int, ...], schedule: str, expected: Losses) ->
         ((2, 1, 2, 1, 2), "1F1B"),
     ],
 )
-def test_a_mesh_finds_what_one_rank_finds(
-    sizes: tuple[int, ...], schedule: str, expected: Losses
-) -> None:
+def test_a_mesh_finds_what_one_rank_finds(sizes, schedule, expected):
     check(BASE, sizes, schedule, expected)
 
 
@@ -59,9 +56,7 @@ def test_a_mesh_finds_what_one_rank_finds(
         ({"fsdp": 2}, {"pp": 4}),
     ],
 )
-def test_a_job_resumes_with_another_mesh(
-    before: dict[str, Any], after: dict[str, Any], tmp_path: Path, expected: Losses
-) -> None:
+def test_a_job_resumes_with_another_mesh(before, after, tmp_path, expected):
     saved = tmp_path / "saved"
 
     def step(sizes: dict[str, Any]) -> float:

@@ -1,7 +1,5 @@
 """Placements cut a dimension as torch's do."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

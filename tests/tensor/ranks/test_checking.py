@@ -36,7 +36,7 @@ def line(*names: str) -> DeviceMesh:
 
 
 @on_ranks(2)
-def test_checked_parts_that_fit_are_taken_and_copies_are_made_equal(rank: int) -> None:
+def test_checked_parts_that_fit_are_taken_and_copies_are_made_equal(rank):
     mesh = line()
     parts = torch.full((2 - rank, 3), float(rank))
     made = DTensor.from_local(
@@ -48,7 +48,7 @@ def test_checked_parts_that_fit_are_taken_and_copies_are_made_equal(rank: int) -
 
 
 @on_ranks(2)
-def test_ranks_that_mean_different_tensors_learn_both_lines(rank: int) -> None:
+def test_ranks_that_mean_different_tensors_learn_both_lines(rank):
     mesh = line("tp")
     shape = (4 + rank, 3)
     with pytest.raises(Desync) as caught:
@@ -119,9 +119,7 @@ UNLIKE: dict[str, Case] = {
 
 @pytest.mark.parametrize("verified", [False, True])
 @pytest.mark.parametrize("name", UNLIKE)
-def test_ranks_that_differ_learn_it_at_the_first_call_that_communicates(
-    name: str, verified: bool
-) -> None:
+def test_ranks_that_differ_learn_it_at_the_first_call_that_communicates(name, verified):
     make, communicate = UNLIKE[name]
 
     def body(rank: int) -> tuple[str, dict[int, str]]:

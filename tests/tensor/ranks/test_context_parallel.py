@@ -2,8 +2,6 @@
 
 # pyright: reportArgumentType=false, reportOptionalSubscript=false, reportOptionalMemberAccess=false
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import warnings
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dure.errors import NotInGroupError, PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh
@@ -29,8 +33,11 @@ from dure.tensor import (
     init_device_mesh,
     wrapping,
 )
+from dure.tensor.extension import use_native
 from dure.testing import CommRecorder, run_ranks
+from tests.tensor.ranks import programs
 from tests.tensor.ranks.parts import made
+from tests.tensor.ranks.programs import Step
 from tests.thread_ranks import on_mesh, on_ranks
 
 
@@ -44,7 +51,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @on_ranks(3)
-def test_ranks_outside_the_mesh_run_operators_and_send_nothing(rank: int) -> None:
+def test_ranks_outside_the_mesh_run_operators_and_send_nothing(rank):
     mesh = DeviceMesh("cpu", [0, 1])
     local = torch.ones(2, 4, requires_grad=True)
     x = DTensor.from_local(local, mesh, [Shard(0)])
@@ -84,7 +91,7 @@ def test_ranks_outside_the_mesh_run_operators_and_send_nothing(rank: int) -> Non
         x.sum().item()
 
 
-def test_an_operator_runs_on_the_parts_without_python(way: str) -> None:
+def test_an_operator_runs_on_the_parts_without_python(way):
     """What is counted here is whether the way that the fixture names is the one that ran."""
     calls = []
 
@@ -139,7 +146,7 @@ def _of_row(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", HITS)
-def test_the_extension_does_what_python_does(way: str, name: str) -> None:
+def test_the_extension_does_what_python_does(way, name):
     placement, call, expected = HITS[name]
 
     def body(rank: int) -> None:
@@ -163,7 +170,7 @@ def test_the_extension_does_what_python_does(way: str, name: str) -> None:
     run_ranks(2, body)
 
 
-def test_operands_are_released_with_the_call(way: str) -> None:
+def test_operands_are_released_with_the_call(way):
     """What an operator was given is no one's afterwards: no cycle keeps it until a collection."""
 
     def body(rank: int) -> None:
@@ -189,7 +196,7 @@ def test_operands_are_released_with_the_call(way: str) -> None:
 
 
 @on_mesh(2)
-def test_floats_that_a_rule_looks_at_are_told_apart(mesh: DeviceMesh, way: str) -> None:
+def test_floats_that_a_rule_looks_at_are_told_apart(mesh, way):
     # Filling with 0 leaves terms of a sum; filling with 5 does not.
     x = made(mesh, torch.ones(2), [Partial()])
     mask = made(mesh, torch.tensor([True, False]), [Replicate()])
@@ -209,9 +216,7 @@ OVERLAPS: dict[str, tuple[Any, list[float]]] = {
 
 
 @pytest.mark.parametrize("name", OVERLAPS)
-def test_what_shares_memory_may_be_written_where_torch_refuses_only_parts(
-    way: str, name: str
-) -> None:
+def test_what_shares_memory_may_be_written_where_torch_refuses_only_parts(way, name):
     write, row = OVERLAPS[name]
 
     def body(rank: int) -> list[list[float]]:
@@ -239,9 +244,7 @@ WRITES: dict[str, Any] = {
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("shape", [(0,), (5,), (2, 7)])
 @on_mesh(2)
-def test_out_of_another_shape_is_refused_and_stays_as_it_is(
-    mesh: DeviceMesh, name: str, shape: Any
-) -> None:
+def test_out_of_another_shape_is_refused_and_stays_as_it_is(mesh, name, shape):
     for placement in (Replicate(), Shard(0)):
         x = distribute_tensor(torch.ones(4, 6), mesh, [placement])
         out = distribute_tensor(torch.full(shape, 7.0), mesh, [Replicate()])
@@ -254,7 +257,7 @@ def test_out_of_another_shape_is_refused_and_stays_as_it_is(
 
 @pytest.mark.filterwarnings("ignore:.* has no sharding rule")
 @on_mesh(2)
-def test_out_of_the_same_shape_is_written(mesh: DeviceMesh) -> None:
+def test_out_of_the_same_shape_is_written(mesh):
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     out = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
     assert torch.add(x, x, out=out) is out
@@ -290,3 +293,42 @@ def test_the_size_of_a_plain_tensor_is_compared(mesh):
         assert x.is_same_size(whole)
         assert not x.to_local().is_same_size(x)
     assert sent.ops == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Random programs of some operators, views and writes among them, against plain torch.
+# Placements, uneven and empty parts, strides of tensors, of their parts and of gradients are drawn.
+
+
+NUMBERS = st.integers(0, 255)
+STEPS = st.lists(st.builds(Step, NUMBERS, NUMBERS, NUMBERS, NUMBERS), min_size=3, max_size=8)
+PROGRAMS = {
+    "codes": st.lists(NUMBERS, min_size=2, max_size=3),
+    "ways": st.lists(NUMBERS, min_size=3, max_size=3),
+    "program": STEPS,
+    "by_extension": st.booleans(),
+    "sizes": st.sampled_from([(2,), (3,), (2, 2), (3, 2), (2, 1, 2)]),
+}
+
+
+def check(sizes, by_extension, **program):
+    """Run a program; hits of plans are found by the extension, where it was built, or by Python."""
+    use_native(by_extension)
+    try:
+        programs.check(partial(run_ranks, math.prod(sizes)), **program, sizes=sizes)
+    finally:
+        use_native(True)
+
+
+@settings(max_examples=100)
+@given(**PROGRAMS)
+def test_programs_give_the_results_of_full_tensors(**program):
+    check(**program)
+
+
+@pytest.mark.slow
+@settings(max_examples=1_250)
+@given(**PROGRAMS)
+@pytest.mark.parametrize("number", range(8))  # each below the limit of a test
+def test_10_000_programs_give_the_results_of_full_tensors(number, **program):
+    check(**program)

@@ -46,9 +46,7 @@ WAYS: list[tuple[tuple[int, ...], tuple[Placement, ...], list[str]]] = [
 
 @pytest.mark.parametrize("size", [8, 5, 0])
 @pytest.mark.parametrize(("shape", "placements", "calls"), WAYS)
-def test_the_first_ranks_values_are_distributed(
-    shape: tuple[int, ...], placements: tuple[Placement, ...], calls: list[str], size: int
-) -> None:
+def test_the_first_ranks_values_are_distributed(shape, placements, calls, size):
     whole = torch.arange(size * 3.0).reshape(size, 3)
 
     def body(rank: int) -> None:
@@ -70,7 +68,7 @@ def test_the_first_ranks_values_are_distributed(
 
 
 @on_ranks(2)
-def test_what_a_tensor_is_it_stays(rank: int) -> None:
+def test_what_a_tensor_is_it_stays(rank):
     mesh = init_device_mesh("cpu", (2,))
     with mesh:
         parameter = distribute_tensor(nn.Parameter(torch.ones(3)), placements=[Shard(0)])
@@ -95,7 +93,7 @@ def test_what_a_tensor_is_it_stays(rank: int) -> None:
 
 
 @on_ranks(3)
-def test_a_tensor_is_split_into_terms(rank: int) -> None:
+def test_a_tensor_is_split_into_terms(rank):
     """Equal shares where they are exact; integers, and shares of three, stay on the first rank."""
 
     meshes = {2: init_device_mesh("cpu", (2, 1)), 3: init_device_mesh("cpu", (3,))}
@@ -118,7 +116,7 @@ def test_a_tensor_is_split_into_terms(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_subclass_without_memory_is_distributed_by_its_tensors(rank: int) -> None:
+def test_a_subclass_without_memory_is_distributed_by_its_tensors(rank):
     full = torch.arange(10.0).reshape(5, 2)
     for placement in (Shard(0), Shard(1), R, Partial("max")):
         given = TwoTensor(full + 100 * rank, -full - 100 * rank)
@@ -148,7 +146,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @on_ranks(2)
-def test_what_does_not_fit_is_refused_at_the_call(rank: int, name: str) -> None:
+def test_what_does_not_fit_is_refused_at_the_call(rank, name):
     tensor, placements, options, error = REFUSED[name]
 
     with pytest.raises(UsageError) as caught:
@@ -157,7 +155,7 @@ def test_what_does_not_fit_is_refused_at_the_call(rank: int, name: str) -> None:
 
 
 @on_ranks(2)
-def test_a_dtensor_is_not_distributed_again(rank: int) -> None:
+def test_a_dtensor_is_not_distributed_again(rank):
     made = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.raises(PlacementError):
         distribute_tensor(made, made.device_mesh, [Shard(1)])
@@ -188,7 +186,7 @@ class Model(nn.Module):
         return self.second(self.first(x)) * self.scale
 
 
-def test_a_module_is_distributed_as_its_functions_say() -> None:
+def test_a_module_is_distributed_as_its_functions_say():
     torch.manual_seed(0)
     alone = Model()
     models = [copy.deepcopy(alone), Model()]  # the second rank's values do not count

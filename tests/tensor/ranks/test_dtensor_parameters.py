@@ -279,27 +279,6 @@ def values_are_clipped_as_lists(p, x):
 
 
 @idiom
-def steps_within_backward(p, x):
-    optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in p}
-
-    def step(one):
-        optimizers[one].step()
-        optimizers[one].zero_grad()
-
-    for one in p:
-        one.register_post_accumulate_grad_hook(step)
-    return taught(p, x)
-
-
-@idiom
-def momentum_and_a_schedule(p, x):
-    optimizer = torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    optimizer.register_step_post_hook(lambda *_: schedule.step())
-    return steps(optimizer, p, x, set_to_none=False)
-
-
-@idiom
 def second_order_steps(p, x):
     optimizer = torch.optim.LBFGS(p, lr=0.1, max_iter=2)
 
@@ -319,18 +298,6 @@ def factored_states(p, x):
 
 
 @idiom
-def a_run_that_is_saved_and_goes_on(p, x):
-    steps(optimizer := torch.optim.Adam(p, lr=0.1), p, x)
-    torch.save((optimizer.state_dict(), [one.detach() for one in p]), file := io.BytesIO())
-    file.seek(0)
-    state, values = torch.load(file, weights_only=False)
-    again = [nn.Parameter(value) for value in values]
-    resumed = torch.optim.Adam(again, lr=0.1)
-    resumed.load_state_dict(state)
-    return steps(resumed, again, x)
-
-
-@idiom
 def recomputed_activations(p, x):
     for reentrant in (False, True):
         checkpoint(lambda y: loss(p, y), x.requires_grad_(), use_reentrant=reentrant).backward()
@@ -347,15 +314,6 @@ def averages_over_time(p, x):
             one.mul_(3)
     average.update_parameters(model)
     return list(average.module.parameters())
-
-
-@idiom
-def evaluation(p, x):
-    with torch.no_grad():
-        first = loss(p, x)
-    with torch.inference_mode():
-        second = loss(p, x)
-    return [first, second]
 
 
 @idiom

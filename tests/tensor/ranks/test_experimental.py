@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dure.errors import MeshError, PlacementError, UsageError
-from dure.mesh import DeviceMesh
 from dure.tensor import (
     DTensor,
     Partial,
@@ -31,7 +30,7 @@ COLUMNS, ROWS, WHOLE, TERMS = [Shard(1)], [Shard(0)], [Replicate()], [Partial()]
 
 
 @on_mesh(2)
-def test_a_function_runs_on_the_parts(mesh: DeviceMesh) -> None:
+def test_a_function_runs_on_the_parts(mesh):
 
     @local_map(out_placements=TERMS, in_placements=(COLUMNS, ROWS), redistribute_inputs=True)
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -52,9 +51,7 @@ def test_a_function_runs_on_the_parts(mesh: DeviceMesh) -> None:
 
 
 @on_mesh(2)
-def test_the_gradient_of_a_replicated_argument_is_terms_where_that_is_said(
-    mesh: DeviceMesh,
-) -> None:
+def test_the_gradient_of_a_replicated_argument_is_terms_where_that_is_said(mesh):
     weight = distribute_tensor(torch.ones(4), mesh, WHOLE).requires_grad_()
     data = distribute_tensor(torch.arange(4.0).reshape(4, 1), mesh, ROWS)
     mapped = local_map(lambda w, x: x * w, ROWS, (WHOLE, ROWS), in_grad_placements=(TERMS, ROWS))
@@ -80,7 +77,7 @@ REFUSED: dict[str, tuple[Any, type[Exception]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @on_ranks(2)
-def test_what_does_not_fit_a_local_map_is_refused(rank: int, name: str) -> None:
+def test_what_does_not_fit_a_local_map_is_refused(rank, name):
     function, error = REFUSED[name]
 
     with pytest.raises(UsageError) as caught:
@@ -89,14 +86,14 @@ def test_what_does_not_fit_a_local_map_is_refused(rank: int, name: str) -> None:
 
 
 @on_ranks(2)
-def test_arguments_of_a_local_map_are_of_one_mesh(rank: int) -> None:
+def test_arguments_of_a_local_map_are_of_one_mesh(rank):
     x = distribute_tensor(LEFT, init_device_mesh("cpu", (2,)), ROWS)
     y = distribute_tensor(LEFT, init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()])
     with pytest.raises(MeshError):
         local_map(torch.add, ROWS)(x, y)
 
 
-def test_a_rule_may_count_dimensions_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_may_count_dimensions_from_the_end(monkeypatch):
     monkeypatch.setattr(registry, "_rules", dict(registry._rules))  # what is registered here goes
 
     @torch.library.custom_op("duretest::last_halves", mutates_args=())

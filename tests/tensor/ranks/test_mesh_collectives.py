@@ -1,7 +1,5 @@
 """Collectives along one axis of a mesh of 2 x 2."""
 
-from __future__ import annotations
-
 import torch
 
 from dure.tensor import init_device_mesh

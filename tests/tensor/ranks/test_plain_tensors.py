@@ -37,7 +37,7 @@ ONES = torch.ones(4, dtype=torch.int64)
     ids=["named", "held by no variable", "overload", "list", "index", "mask"],
 )
 @on_mesh(2)
-def test_a_plain_tensor_of_the_program_is_refused_whoever_holds_it(mesh: DeviceMesh, use: Any):
+def test_a_plain_tensor_of_the_program_is_refused_whoever_holds_it(mesh, use):
     with pytest.raises(UsageError) as caught:
         use(made(mesh, torch.arange(4), [Shard(0)]))
     assert caught.type is UsageError
@@ -46,6 +46,14 @@ def test_a_plain_tensor_of_the_program_is_refused_whoever_holds_it(mesh: DeviceM
 ATTENTION = torch.arange(64.0).sin().reshape(2, 2, 4, 4)
 
 
+@pytest.fixture
+def composite_attention():
+    """Without the CPU's own kernel, which needs no mask. Not within ranks: the switch is global."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@pytest.mark.usefixtures("composite_attention")
 @pytest.mark.parametrize(
     "use",
     [
@@ -55,21 +63,18 @@ ATTENTION = torch.arange(64.0).sin().reshape(2, 2, 4, 4)
     ids=["causal mask", "quantile"],
 )
 @on_mesh(2)
-def test_a_plain_tensor_that_an_operator_creates_is_refused_with_what_to_write(
-    mesh: DeviceMesh, use: Any
-) -> None:
+def test_a_plain_tensor_that_an_operator_creates_is_refused_with_what_to_write(mesh, use):
     x = made(mesh, ATTENTION, [Shard(0)])
-    with sdpa_kernel(SDPBackend.MATH):  # the CPU's own kernel needs no mask
-        with pytest.raises(UsageError) as caught:
-            use(x)
-        assert "implicit_replication" in caught.value.fix and "attn_mask" not in caught.value.fix
-        with implicit_replication():
-            found = use(x)
-        torch.testing.assert_close(found.full_tensor(), use(ATTENTION))
+    with pytest.raises(UsageError) as caught:
+        use(x)
+    assert "implicit_replication" in caught.value.fix and "attn_mask" not in caught.value.fix
+    with implicit_replication():
+        found = use(x)
+    torch.testing.assert_close(found.full_tensor(), use(ATTENTION))
 
 
 @on_mesh(2)
-def test_lists_of_numbers_are_an_index_that_all_ranks_have(mesh: DeviceMesh) -> None:
+def test_lists_of_numbers_are_an_index_that_all_ranks_have(mesh):
     full = torch.arange(12.0).reshape(4, 3)
     for placement in (Replicate(), Shard(0), Shard(1)):
         x = made(mesh, full, [placement])
@@ -99,7 +104,7 @@ INDICES = [
 
 @pytest.mark.parametrize("index", INDICES, ids=repr)
 @on_mesh(2)
-def test_what_is_written_by_an_index_is_what_it_selects(mesh: DeviceMesh, index: Any) -> None:
+def test_what_is_written_by_an_index_is_what_it_selects(mesh, index):
     full = torch.arange(12.0).reshape(4, 3)
     expected, x = full.clone(), made(mesh, full, [Replicate()])
     expected[index] = 20.0
@@ -117,7 +122,7 @@ def placed_index(mesh: DeviceMesh, index: Any) -> Any:
 
 
 @on_mesh(2)
-def test_a_gradient_that_the_program_passes_is_the_full_one(mesh: DeviceMesh) -> None:
+def test_a_gradient_that_the_program_passes_is_the_full_one(mesh):
     x = made(mesh, torch.arange(4.0).reshape(2, 2), [Shard(0)]).requires_grad_()
     weight = made(mesh, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [Replicate()])
     (grad,) = torch.autograd.grad(x @ weight, x, torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
@@ -136,7 +141,7 @@ class _Adds(torch.autograd.Function):
 
 @pytest.mark.parametrize("where", ["hook", "function"])
 @on_mesh(2)
-def test_hooks_and_functions_in_backward_are_the_program(mesh: DeviceMesh, where: str) -> None:
+def test_hooks_and_functions_in_backward_are_the_program(mesh, where):
     x = made(mesh, torch.arange(4.0), [Shard(0)]).requires_grad_()
     y = x * 2
     if where == "hook":

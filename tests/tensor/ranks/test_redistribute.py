@@ -8,6 +8,8 @@ All pairs of placements on many meshes are gone through by `dtensor_worlds.redis
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -16,17 +18,12 @@ from dure.tensor.placement_types import StridedShard
 from dure.tensor.redistribute import Move, plan_of
 from dure.tensor.spec import TensorMeta, spec_of
 from dure.testing import run_ranks
-from tests.tensor.ranks.dtensor_worlds import redistributes
+from tests.tensor.ranks import dtensor_worlds as worlds
 from tests.tensor.ranks.parts import made, part_of
 from tests.thread_ranks import on_mesh, on_ranks
 
 R, S0, S1, SUM = Replicate(), Shard(0), Shard(1), Partial("sum")
 INNER = StridedShard(0, split_factor=2)  # cuts after a later axis of 2
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_all_pairs_of_placements_on_one_axis(n):
-    assert run_ranks(n, redistributes, (n,), 24) == [24] * n  # 8 placements to 3
 
 
 @pytest.mark.parametrize("rows", [12, 9, 7, 3, 1])
@@ -116,3 +113,19 @@ def test_redistribute_gives_memory_of_its_own(rank):
     before = whole.clone()
     x.add_(1)
     assert torch.equal(whole, before)
+
+
+# --------------------------------------------------------------------------------------------------
+# Redistribution on meshes of 1, 2 and 3 axes over worlds of 1 to 8 thread-ranks.
+
+
+@pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
+def test_pairs_of_placements(sizes: tuple[int, ...]) -> None:
+    most = 200 if math.prod(sizes) <= 4 else 100
+    run_ranks(math.prod(sizes), worlds.redistributes, sizes, most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 3, 2)], ids=str)
+def test_all_placements_on_three_axes(sizes: tuple[int, ...]) -> None:
+    run_ranks(math.prod(sizes), worlds.redistributes, sizes, 10_000)

@@ -1,7 +1,5 @@
 """Operators on DTensors by brute force; `benchmarks/operators.py` runs all of torch's database."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -30,7 +33,7 @@ def test_results_of_the_default_dtype(mesh):
 
 
 @on_mesh(2)
-def test_losses_of_nothing_are_nan_and_have_gradients_of_nothing(mesh: DeviceMesh) -> None:
+def test_losses_of_nothing_are_nan_and_have_gradients_of_nothing(mesh):
     losses = (functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss)
     for loss, placement in product(losses, (Shard(0), Shard(1), Replicate())):
         learned = made(mesh, torch.ones(6, 3), [placement]).requires_grad_()
@@ -41,7 +44,7 @@ def test_losses_of_nothing_are_nan_and_have_gradients_of_nothing(mesh: DeviceMes
         assert torch.equal(learned.grad.full_tensor(), torch.zeros(6, 3))
 
 
-def test_batch_norm_of_transposed_inputs_has_the_strides_of_one_process() -> None:
+def test_batch_norm_of_transposed_inputs_has_the_strides_of_one_process():
     given = torch.arange(240.0).reshape(4, 5, 6, 2).transpose(1, 2)
     expected = {"rows": (60, 10, 2, 1), "channels last": (60, 1, 12, 6)}
 
@@ -58,49 +61,34 @@ def test_batch_norm_of_transposed_inputs_has_the_strides_of_one_process() -> Non
     run_ranks(2, body)
 
 
-# What torch's kernels for the CPU give. Its formulas for tensors without memory give other strides.
-STRIDES = {
+# Shapes and strides of two operands, and the strides of what torch's kernels for the CPU give. Its
+# formulas for tensors without memory give other strides.
+LAYOUTS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
+    "two orders": (((3, 1, 5), (1, 3, 3)), ((3, 5), (5, 1)), (1, 3, 9)),
+    "two columns": (((10, 1, 5), (1, 10, 10)), ((10, 5), (1, 10)), (10, 1, 100)),
+}
+OF_TWO: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
     "two orders": {
-        "add": (1, 3, 9),
-        "sub": (1, 3, 9),
-        "rsub": (1, 3, 9),
-        "divide and round": (1, 3, 9),
-        "floor_divide": (1, 3, 9),
-        "copysign": (1, 3, 9),
-        "xlogy": (1, 3, 9),
-        "xlog1py": (1, 3, 9),
-        "binary_cross_entropy": (1, 3, 9),
+        "add": lambda a, b: torch.add(a, b, alpha=2),
+        "sub": lambda a, b: torch.sub(a, b, alpha=2),
+        "rsub": lambda a, b: torch.rsub(a, b, alpha=2),
+        "divide and round": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+        "floor_divide": torch.floor_divide,
+        "copysign": torch.copysign,
+        "xlogy": torch.xlogy,
+        "xlog1py": torch.special.xlog1py,
+        "binary_cross_entropy": lambda a, b: functional.binary_cross_entropy(
+            a.expand(3, 3, 5), b.expand(3, 3, 5), reduction="none"
+        ),
     },
     "two columns": {
-        "rsub": (10, 1, 100),
-        "heaviside": (10, 1, 100),
-        "logaddexp": (10, 1, 100),
-        "logical_and": (10, 1, 100),
-        "logical_or": (10, 1, 100),
-        "logical_xor": (10, 1, 100),
+        "rsub": lambda a, b: torch.rsub(a, b, alpha=2),
+        "heaviside": torch.heaviside,
+        "logaddexp": torch.logaddexp,
+        "logical_and": torch.logical_and,
+        "logical_or": torch.logical_or,
+        "logical_xor": torch.logical_xor,
     },
-}
-OF_TWO = {
-    "add": lambda a, b: torch.add(a, b, alpha=2),
-    "sub": lambda a, b: torch.sub(a, b, alpha=2),
-    "rsub": lambda a, b: torch.rsub(a, b, alpha=2),
-    "divide and round": lambda a, b: torch.div(a, b, rounding_mode="floor"),
-    "floor_divide": torch.floor_divide,
-    "copysign": torch.copysign,
-    "xlogy": torch.xlogy,
-    "xlog1py": torch.special.xlog1py,
-    "binary_cross_entropy": lambda a, b: functional.binary_cross_entropy(
-        a.expand(3, 3, 5), b.expand(3, 3, 5), reduction="none"
-    ),
-    "heaviside": torch.heaviside,
-    "logaddexp": torch.logaddexp,
-    "logical_and": torch.logical_and,
-    "logical_or": torch.logical_or,
-    "logical_xor": torch.logical_xor,
-}
-OPERANDS = {
-    "two orders": (((3, 1, 5), (1, 3, 3)), ((3, 5), (5, 1))),
-    "two columns": (((10, 1, 5), (1, 10, 10)), ((10, 5), (1, 10))),
 }
 
 
@@ -109,22 +97,18 @@ def _halves(mesh: DeviceMesh, shape: tuple[int, ...], stride: tuple[int, ...]) -
     return DTensor.from_local(full, mesh, [Replicate()], shape=full.shape, stride=stride)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @on_mesh(1)
-def test_results_of_two_tensors_in_different_orders_have_the_strides_of_one_process(
-    mesh: DeviceMesh,
-) -> None:
-    for layout, expected in STRIDES.items():
-        first, second = (_halves(mesh, *each) for each in OPERANDS[layout])
-        for name, stride in expected.items():
-            found = OF_TWO[name](first, second)
-            assert found.stride() == stride, (name, layout)
-            assert found.to_local().stride() == stride, (name, layout)
+def test_results_of_two_tensors_in_different_orders_have_the_strides_of_one_process(mesh, layout):
+    *operands, stride = LAYOUTS[layout]
+    first, second = (_halves(mesh, *each) for each in operands)
+    for name, run in OF_TWO[layout].items():
+        found = run(first, second)
+        assert found.stride() == found.to_local().stride() == stride, name
 
 
 @on_mesh(1)
-def test_results_that_are_not_stored_as_a_sum_have_the_strides_of_one_process(
-    mesh: DeviceMesh,
-) -> None:
+def test_results_that_are_not_stored_as_a_sum_have_the_strides_of_one_process(mesh):
     rows, columns = _halves(mesh, (3, 5), (5, 1)), _halves(mesh, (3, 5), (1, 3))
     numbers, expanded = columns.long(), _halves(mesh, (5,), (1,)).long().expand(3, 5)
     for run, *operands in (
@@ -142,9 +126,7 @@ def test_results_that_are_not_stored_as_a_sum_have_the_strides_of_one_process(
 
 
 @on_mesh(1)
-def test_losses_of_images_and_dropped_gradients_have_the_strides_of_one_process(
-    mesh: DeviceMesh,
-) -> None:
+def test_losses_of_images_and_dropped_gradients_have_the_strides_of_one_process(mesh):
     scores, chosen = _halves(mesh, (2, 3, 2, 2), (12, 1, 3, 6)), _halves(mesh, (2, 2, 2), (4, 1, 2))
     assert functional.nll_loss(scores, chosen.long(), reduction="none").stride() == (4, 2, 1)
     kept = torch.ops.aten.native_dropout_backward(scores, scores > 0, 2.0)

@@ -15,12 +15,26 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure.errors import PlacementError
-from dure.mesh import DeviceMesh
 from dure.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
-from tests.tensor.ranks.optimizers import FORMS, FUSED, optimizer_of
 from tests.tensor.ranks.parts import ORDERS, made
 from tests.thread_ranks import on_mesh
+
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+FORMS = [
+    (name, form)
+    for name in (*FUSED, "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop")
+    for form in ("loop", "foreach", "fused")
+    if form != "fused" or name in FUSED
+]
+
+
+def optimizer_of(name: str, form: str, parameters: list[Any]) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
+    if name == "SGD":
+        options |= {"momentum": 0.9, "weight_decay": 0.1}
+    return getattr(torch.optim, name)(parameters, lr=0.1, **options)
+
 
 WEIGHT = torch.linspace(-1, 1, 24).reshape(6, 4)
 
@@ -34,7 +48,7 @@ def grad_of(step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
-def test_an_optimizer_over_several_meshes_steps_as_over_full_tensors(name: str, form: str) -> None:
+def test_an_optimizer_over_several_meshes_steps_as_over_full_tensors(name, form):
     expected = [nn.Parameter(WEIGHT * factor) for factor in (1, 2, 3, 4)]
     optimizer = optimizer_of(name, form, expected)
     for step in range(3):
@@ -67,7 +81,7 @@ def test_an_optimizer_over_several_meshes_steps_as_over_full_tensors(name: str, 
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_a_fused_step_over_transposed_weights_is_that_of_full_tensors(name: str) -> None:
+def test_a_fused_step_over_transposed_weights_is_that_of_full_tensors(name):
     """Rank 3 has an empty part, the others parts whose strides differ from the gradient's."""
     options: dict[str, Any] = {"lr": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
     transposed = torch.linspace(-1, 1, 15).reshape(5, 3).t()
@@ -112,7 +126,7 @@ class _Counting(TorchDispatchMode):
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
 @on_mesh(2)
-def test_a_step_updates_the_parts_at_once(mesh: DeviceMesh, name: str, form: str) -> None:
+def test_a_step_updates_the_parts_at_once(mesh, name, form):
     weights = [nn.Parameter(placed(WEIGHT * n, mesh, Shard(0))) for n in (1, 2, 3)]
     optimizer = optimizer_of(name, form, weights)
     for weight in weights:
@@ -132,7 +146,7 @@ def test_a_step_updates_the_parts_at_once(mesh: DeviceMesh, name: str, form: str
 
 
 @on_mesh(2)
-def test_a_step_that_raises_leaves_momentum_under_its_parameters(mesh: DeviceMesh) -> None:
+def test_a_step_that_raises_leaves_momentum_under_its_parameters(mesh):
     groups = [{"params": [nn.Parameter(placed(WEIGHT, mesh, Shard(0)))]} for _ in range(2)]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     (first,), (other,) = (group["params"] for group in groups)
@@ -143,11 +157,15 @@ def test_a_step_that_raises_leaves_momentum_under_its_parameters(mesh: DeviceMes
         optimizer.step()
     (buffer,) = optimizer.state_dict()["state"][0].values()
     torch.testing.assert_close(buffer.full_tensor(), WEIGHT * 1.9)
+    optimizer.param_groups[1]["momentum"] = 0.9
+    step: Any = type(optimizer).step
+    step.__wrapped__(optimizer)  # without its hooks
+    assert {*optimizer.state} == {first, other}
 
 
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
 @on_mesh(2)
-def test_a_step_that_runs_no_hooks_updates_and_keeps_its_state(mesh: DeviceMesh, form: str) -> None:
+def test_a_step_that_runs_no_hooks_updates_and_keeps_its_state(mesh, form):
     transposed = nn.Parameter(placed(WEIGHT.t().contiguous(), mesh, Shard(1)).t())
     plain = nn.Parameter(WEIGHT.clone())
     for weight in (transposed, plain):
@@ -163,7 +181,7 @@ def test_a_step_that_runs_no_hooks_updates_and_keeps_its_state(mesh: DeviceMesh,
 
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
 @on_mesh(2)
-def test_a_step_between_forward_and_backward_is_noticed(mesh: DeviceMesh, form: str) -> None:
+def test_a_step_between_forward_and_backward_is_noticed(mesh, form):
     weight = nn.Parameter(placed(WEIGHT, mesh, Shard(0)))
     flat = weight.detach().view(3, 8)  # rows of 4 made rows of 8: moved, a copy
     optimizer = optimizer_of("AdamW", form, [weight])
@@ -190,9 +208,7 @@ def test_a_step_between_forward_and_backward_is_noticed(mesh: DeviceMesh, form: 
         if (n, f) != ("lr", "foreach")
     ],
 )
-def test_numbers_of_an_optimizer_may_be_replicated_on_any_mesh(
-    name: str, number: str, form: str
-) -> None:
+def test_numbers_of_an_optimizer_may_be_replicated_on_any_mesh(name, number, form):
     options: dict[str, Any] = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
 
     def step(weight: Any, replicated: Any) -> Any:
@@ -224,7 +240,7 @@ def test_numbers_of_an_optimizer_may_be_replicated_on_any_mesh(
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_a_fused_step_reads_gradients_and_parameters_in_any_order(name: str) -> None:
+def test_a_fused_step_reads_gradients_and_parameters_in_any_order(name):
     """Torch's fused kernels look at no strides; columns and gaps are those of a part."""
     orders = [ORDERS[name] for name in ("rows", "columns", "gaps")]
     pairs = list(itertools.product(orders, repeat=2))

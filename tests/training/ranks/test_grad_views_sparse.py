@@ -33,7 +33,7 @@ def sum_and_divide(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[
 
 @pytest.mark.parametrize("hook", [None, sum_and_divide])
 @on_ranks(3)
-def test_sparse_gradients_stay_sparse_3_ranks(rank: int, hook: Any) -> None:
+def test_sparse_gradients_stay_sparse_3_ranks(rank, hook):
     ddp: Any = dist.DistributedDataParallel(Words())
     if hook is not None:
         ddp.register_comm_hook(dist.group.WORLD, hook)
@@ -51,9 +51,7 @@ def test_sparse_gradients_stay_sparse_3_ranks(rank: int, hook: Any) -> None:
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize(("rows", "expected"), [(((), (1,)), [0, 0.5, 0, 0]), (((), ()), None)])
 @on_ranks(2)
-def test_sparse_gradient_that_some_ranks_or_none_have_2_ranks(
-    rank: int, rows: tuple[tuple[int, ...], ...], expected: list[float] | None
-) -> None:
+def test_sparse_gradient_that_some_ranks_or_none_have_2_ranks(rank, rows, expected):
     ddp: Any = dist.DistributedDataParallel(Words(), find_unused_parameters=True)
     nn.init.constant_(ddp.module.out.weight, 0.25)
     for _ in range(2):

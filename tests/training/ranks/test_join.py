@@ -65,7 +65,7 @@ class Adder(dist.Joinable):
         return self.group
 
 
-def test_each_joinable_is_shadowed_when_it_communicates_3_ranks() -> None:
+def test_each_joinable_is_shadowed_when_it_communicates_3_ranks():
     counts = (4, 1, 4)
 
     def rank_main(rank: int) -> tuple[list[float], list[float], int, int, bool | None]:
@@ -84,7 +84,7 @@ def test_each_joinable_is_shadowed_when_it_communicates_3_ranks() -> None:
     assert second == ([3.0, 3.0], [2.0, 2.0, 2.0], 0, 2, False)
 
 
-def test_a_rank_that_shadows_very_often_is_warned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_shadows_very_often_is_warned_once(monkeypatch):
     monkeypatch.setattr(join, "_MANY_ROUNDS", 3)
 
     def rank_main(rank: int) -> None:
@@ -102,9 +102,7 @@ def test_a_rank_that_shadows_very_often_is_warned_once(monkeypatch: pytest.Monke
     ("counts", "kind"),
     [((1, 3, 2), "straight"), ((0, 1, 3), "buckets"), ((1, 3, 2), "shared")],
 )
-def test_ddp_and_the_sharded_optimizer_train_as_one_process_does_3_ranks(
-    counts: tuple[int, ...], kind: str
-) -> None:
+def test_ddp_and_the_sharded_optimizer_train_as_one_process_does_3_ranks(counts, kind):
     def rank_main(rank: int) -> Params:
         ddp = dist.DistributedDataParallel(make_net(), bucket_cap_mb=1e-4)
         optimizer = dist.ZeroRedundancyOptimizer(
@@ -122,7 +120,7 @@ def test_ddp_and_the_sharded_optimizer_train_as_one_process_does_3_ranks(
     assert_all_close(run_ranks(3, rank_main), train_alone(counts, True, 2))
 
 
-def test_contexts_that_make_no_sense_are_refused_2_ranks() -> None:
+def test_contexts_that_make_no_sense_are_refused_2_ranks():
     def rank_main(rank: int) -> None:
         adder = Adder()
         for wrong in ([], [adder, nn.Linear(1, 1)], [adder, Adder(dist.new_group([0, 1]))]):

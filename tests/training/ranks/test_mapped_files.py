@@ -31,7 +31,7 @@ def file_of(tensor: torch.Tensor) -> str:
     raise AssertionError("no such memory")
 
 
-def test_training_equals_one_rank(way: str, tmp_path: Path) -> None:
+def test_training_equals_one_rank(way, tmp_path):
     compare(way, 3, prepare=partial(shard, offload_policy=OffloadPolicy(path=tmp_path)))
     assert not list(tmp_path.iterdir())
 
@@ -52,9 +52,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
-def test_shards_gradients_and_state_are_in_files(
-    rank: int, way: str, tmp_path: Path, name: str
-) -> None:
+def test_shards_gradients_and_state_are_in_files(rank, way, tmp_path, name):
     model = sharded(way, offload_policy=OffloadPolicy(path=tmp_path))
     optimizer = OPTIMIZERS[name](model.parameters())
     for step in range(2):
@@ -68,7 +66,7 @@ def test_shards_gradients_and_state_are_in_files(
 
 
 @on_ranks(2)
-def test_a_folder_that_cannot_be_used_is_named(rank: int, way: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_named(rank, way, tmp_path):
     policy = OffloadPolicy(path=tmp_path / "none")
     with strategy(way), pytest.raises(UsageError) as error:
         fully_shard(nn.Linear(2, 2), offload_policy=policy)

@@ -1,7 +1,5 @@
 """Tensors that ranks share: right values on every backend, however they are cut."""
 
-from __future__ import annotations
-
 import torch
 
 import dure as dist

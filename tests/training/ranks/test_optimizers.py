@@ -46,9 +46,7 @@ def adamw(model: nn.Sequential) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("is_made_first", [True, False])
-def test_an_optimizer_trains_the_shards_whose_parameters_it_has_got(
-    way: str, is_made_first: bool
-) -> None:
+def test_an_optimizer_trains_the_shards_whose_parameters_it_has_got(way, is_made_first):
     """Made before sharding; or of shards that `load_state_dict(assign=True)` replaces."""
     reference = made()
     alone = adamw(reference)
@@ -75,7 +73,7 @@ def test_an_optimizer_trains_the_shards_whose_parameters_it_has_got(
         assert_same(found, full_weights(reference))
 
 
-def test_an_optimizer_with_state_from_before_sharding_is_refused(way: str) -> None:
+def test_an_optimizer_with_state_from_before_sharding_is_refused(way):
     def body(rank: int) -> None:
         model = made()
         optimizer = adamw(model)

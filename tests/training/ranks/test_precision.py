@@ -12,8 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import dure as dist
 from dure.errors import ModuleError
+from dure.mesh import init_device_mesh
+from dure.tensor import Replicate
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.ddp.ddp_models import Layers
+from tests.parallel.pending_terms import SMALL, Scale, backward, rows
 from tests.thread_ranks import on_ranks
 
 BF16 = dist.MixedPrecision(param_dtype=torch.bfloat16)
@@ -75,9 +78,7 @@ def low_precision_gradients(model: nn.Module, tokens: torch.Tensor) -> list[torc
 @pytest.mark.parametrize(
     ("n", "recompute"), [(1, None), (2, None), (2, False), (2, True), (4, None)]
 )
-def test_training_is_that_of_low_precision_copies_of_master_weights(
-    n: int, recompute: bool | None
-) -> None:
+def test_training_is_that_of_low_precision_copies_of_master_weights(n, recompute):
     # The oracle is written out: torch's own mixed precision needs streams, which a CPU has not.
     steps = 2
 
@@ -116,9 +117,7 @@ def test_training_is_that_of_low_precision_copies_of_master_weights(
         (dist.MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32), 4),
     ],
 )
-def test_bytes_on_the_way_are_those_of_the_reduce_dtype_2_ranks(
-    precision: dist.MixedPrecision | None, itemsize: int
-) -> None:
+def test_bytes_on_the_way_are_those_of_the_reduce_dtype_2_ranks(precision, itemsize):
     def rank_main(rank: int) -> list[Any]:
         model = nn.Linear(64, 64)
         ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
@@ -130,7 +129,7 @@ def test_bytes_on_the_way_are_those_of_the_reduce_dtype_2_ranks(
     assert run_ranks(2, rank_main) == [[["all_reduce"], numbers * itemsize]] * 2
 
 
-def test_accumulation_is_in_float32_2_ranks() -> None:
+def test_accumulation_is_in_float32_2_ranks():
     # Eight gradients of 1 + 2**-8 of the first: in bfloat16 the small parts would be lost.
     def rank_main(rank: int) -> float:
         model = nn.Linear(1, 1, bias=False)
@@ -148,7 +147,7 @@ def test_accumulation_is_in_float32_2_ranks() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_accumulated_gradients_survive_new_buckets_2_ranks(dtype: torch.dtype | None) -> None:
+def test_accumulated_gradients_survive_new_buckets_2_ranks(dtype):
     def rank_main(rank: int) -> list[float]:
         model = Layers(3)
         ddp = dist.DistributedDataParallel(
@@ -166,7 +165,7 @@ def test_accumulated_gradients_survive_new_buckets_2_ranks(dtype: torch.dtype | 
 
 
 @on_ranks(1)
-def test_ignored_modules_compute_in_their_own_dtype_1_rank(rank: int) -> None:
+def test_ignored_modules_compute_in_their_own_dtype_1_rank(rank):
     seen: dict[str, torch.dtype] = {}
     model = nn.Sequential(
         nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
@@ -195,7 +194,7 @@ def test_ignored_modules_compute_in_their_own_dtype_1_rank(rank: int) -> None:
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {full}
 
 
-def test_buffers_are_cast_for_the_forward_and_what_it_writes_is_kept_1_rank() -> None:
+def test_buffers_are_cast_for_the_forward_and_what_it_writes_is_kept_1_rank():
     class Counting(nn.Module):
         written: torch.Tensor
         replaced: torch.Tensor
@@ -231,6 +230,37 @@ def test_buffers_are_cast_for_the_forward_and_what_it_writes_is_kept_1_rank() ->
 
 
 @pytest.mark.parametrize("wrong", [{"param_dtype": torch.int8}, {"reduce_dtype": torch.complex64}])
-def test_dtypes_that_are_not_floating_point_are_refused(wrong: dict[str, torch.dtype]) -> None:
+def test_dtypes_that_are_not_floating_point_are_refused(wrong):
     with pytest.raises(ModuleError):
         dist.MixedPrecision(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+# --------------------------------------------------------------------------------------------------
+# DDP reduces in `reduce_dtype` whatever parameters are: DTensors, and those with sparse gradients.
+# 1 + SMALL is 1 in bfloat16, and exact in float32.
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "expected"),
+    [
+        (torch.bfloat16, torch.float32, 1 + SMALL),
+        (None, torch.bfloat16, 1.0),
+        (None, None, 1 + SMALL),
+    ],
+)
+def test_terms_over_tensor_parallel_ranks_4_ranks(param_dtype, reduce_dtype, expected):
+    def rank_main(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        precision = dist.MixedPrecision(param_dtype, reduce_dtype)
+        ddp = dist.DistributedDataParallel(
+            Scale(mesh["tp"]), mesh=mesh["dp"], mixed_precision=precision
+        )
+        x = rows(mesh)
+        with ddp.no_sync():
+            backward(ddp, x)
+        backward(ddp, x)
+        grad: Any = ddp.module.weight.grad
+        assert grad.dtype == torch.float32 and grad.placements == (Replicate(),)
+        return grad.to_local().tolist()
+
+    assert run_ranks(4, rank_main) == [[expected * 2] * 2] * 4

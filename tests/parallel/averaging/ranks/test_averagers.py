@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -32,9 +29,7 @@ ALL = [1.5] * 4
         (lambda: dist.HierarchicalModelAverager({2: 2, 4: 4}), [ALL, NONE, PAIRS, NONE, ALL]),
     ],
 )
-def test_averagers_act_when_they_are_due_4_ranks(
-    make: Callable[[], Any], expected: list[list[float]]
-) -> None:
+def test_averagers_act_when_they_are_due_4_ranks(make, expected):
     def rank_main(rank: int) -> list[float]:
         averager = make()
         seen: list[float] = []
@@ -58,7 +53,7 @@ def test_averagers_act_when_they_are_due_4_ranks(
         lambda: dist.HierarchicalModelAverager({4: 1, 2: 2}),
     ],
 )
-def test_impossible_schedules_are_refused_2_ranks(make: Callable[[], object]) -> None:
+def test_impossible_schedules_are_refused_2_ranks(make):
     def rank_main(_: int) -> None:
         with pytest.raises(UsageError):
             make()

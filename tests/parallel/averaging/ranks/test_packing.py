@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import dure as dist
@@ -10,9 +9,7 @@ from dure.parallel.averaging import packing
 from dure.testing import CommRecorder, run_ranks
 
 
-def test_many_tensors_go_in_few_reductions_and_come_back_exact_3_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_tensors_go_in_few_reductions_and_come_back_exact_3_ranks(monkeypatch):
     monkeypatch.setattr(packing, "PIECE_BYTES", 64)
 
     def rank_main(rank: int) -> list[tuple[str, int]]:

@@ -57,7 +57,7 @@ def train(layer: nn.Module, steps: list[torch.Tensor]) -> list[torch.Tensor]:
         (2, (2, 3), {"channels_last": True}),
     ],
 )
-def test_ranks_are_one_batch(dims: int, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_ranks_are_one_batch(dims, sizes, options):
     torch.manual_seed(1)
     options = dict(options)
     last = options.pop("channels_last", False)
@@ -87,7 +87,7 @@ def test_ranks_are_one_batch(dims: int, sizes: tuple[int, ...], options: dict[st
         torch.testing.assert_close(total, parameter.grad, atol=1e-11, rtol=1e-12)
 
 
-def test_evaluation_communicates_nothing_and_uses_running_statistics_2_ranks() -> None:
+def test_evaluation_communicates_nothing_and_uses_running_statistics_2_ranks():
     layer = nn.BatchNorm1d(5)
     layer(torch.randn(8, 5))
     x = torch.randn(4, 5)
@@ -108,9 +108,7 @@ def test_evaluation_communicates_nothing_and_uses_running_statistics_2_ranks() -
     [(True, True, ["all_reduce"]), (True, False, []), (False, False, [])],
 )
 @on_ranks(3)
-def test_one_collective_forward_and_one_backward_3_ranks(
-    rank: int, trains: bool, needs_gradient: bool, backward: list[str]
-) -> None:
+def test_one_collective_forward_and_one_backward_3_ranks(rank, trains, needs_gradient, backward):
     layer = dist.SyncBatchNorm(5)
     with CommRecorder(rank=rank) as seen, torch.set_grad_enabled(trains):
         y = layer(torch.randn(2, 5, requires_grad=needs_gradient))
@@ -119,7 +117,7 @@ def test_one_collective_forward_and_one_backward_3_ranks(
     assert seen.ops == ["all_gather_single", *backward]
 
 
-def test_only_the_ranks_of_its_group_are_one_batch_4_ranks() -> None:
+def test_only_the_ranks_of_its_group_are_one_batch_4_ranks():
     inputs = batches((2, 2, 2, 2), (5,))
 
     def rank_main(rank: int) -> torch.Tensor:
@@ -134,7 +132,7 @@ def test_only_the_ranks_of_its_group_are_one_batch_4_ranks() -> None:
 
 
 @on_ranks(2)
-def test_wrong_inputs_are_refused_on_all_ranks_2_ranks(rank: int) -> None:
+def test_wrong_inputs_are_refused_on_all_ranks_2_ranks(rank):
     layer = dist.SyncBatchNorm(5)
     for x in (torch.randn(5), torch.randn(2, 4), torch.randn(1 - rank, 5)):
         with pytest.raises(ShapeError):
@@ -144,7 +142,7 @@ def test_wrong_inputs_are_refused_on_all_ranks_2_ranks(rank: int) -> None:
     assert torch.equal(layer.running_mean, torch.zeros(5))
 
 
-def test_conversion_keeps_tensors_sharing_and_mode() -> None:
+def test_conversion_keeps_tensors_sharing_and_mode():
     shared = nn.BatchNorm1d(4)
     net = nn.Sequential(nn.Linear(4, 4), shared, nn.Sequential(shared, nn.BatchNorm1d(4).eval()))
     before = {k: id(v) for k, v in net.state_dict(keep_vars=True).items()}
@@ -157,9 +155,7 @@ def test_conversion_keeps_tensors_sharing_and_mode() -> None:
         convert(nn.LazyBatchNorm1d())
 
 
-def test_no_bias_is_learned_with_a_torch_that_has_no_such_argument(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_bias_is_learned_with_a_torch_that_has_no_such_argument(monkeypatch):
     plain = nn.modules.batchnorm._BatchNorm.__init__
 
     def older(self: Any, num_features: int, eps: float, momentum: float, *rest: Any) -> None:

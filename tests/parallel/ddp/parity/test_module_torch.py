@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dure as dist
-from dure.testing import ProcessPool
 from tests.parallel.torch_gloo import torch_group
 
 STEPS = 4
@@ -79,8 +76,6 @@ def both(rank: int, folder: str, kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["unused", "accumulate", "static"])
-def test_ddp_equals_torchs_on_gloo_step_for_step_2_ranks(
-    process_pool: Callable[..., ProcessPool], tmp_path: Path, kind: str
-) -> None:
+def test_ddp_equals_torchs_on_gloo_step_for_step_2_ranks(process_pool, tmp_path, kind):
     # With two ranks both average as (a + b) / 2, whatever the order: not a bit may differ.
     assert process_pool(2).run(both, str(tmp_path), kind) == [0, 0]

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.testing import run_ranks
+from dure.errors import UsageError
+from dure.testing import CommRecorder, run_ranks
+from tests.thread_ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -22,9 +24,7 @@ from dure.testing import run_ranks
         ({"forward_sync_buffers": False}, [0.15, 0.3, 0.45]),
     ],
 )
-def test_buffers_follow_rank_0_unless_forwards_do_not_send_them_3_ranks(
-    options: dict[str, Any], expected: list[float]
-) -> None:
+def test_buffers_follow_rank_0_unless_forwards_do_not_send_them_3_ranks(options, expected):
     def rank_main(rank: int) -> tuple[float, int]:
         ddp: Any = dist.DistributedDataParallel(nn.BatchNorm1d(1), **options)
         ddp(torch.arange(4.0).view(4, 1) * (rank + 1)).sum().backward()
@@ -45,7 +45,7 @@ def test_buffers_follow_rank_0_unless_forwards_do_not_send_them_3_ranks(
         ({"broadcast_buffers": False, "forward_sync_buffers": True}, [0, 0]),
     ],
 )
-def test_buffers_at_wrapping_2_ranks(options: dict[str, Any], expected: list[float]) -> None:
+def test_buffers_at_wrapping_2_ranks(options, expected):
     def rank_main(rank: int) -> float:
         norm = nn.BatchNorm1d(1)
         norm.running_mean.fill_(rank)
@@ -53,3 +53,30 @@ def test_buffers_at_wrapping_2_ranks(options: dict[str, Any], expected: list[flo
         return norm.running_mean.item()
 
     assert run_ranks(2, rank_main) == expected
+
+
+# --------------------------------------------------------------------------------------------------
+# DDP's names with an underscore, as torch's class has them.
+
+
+Futures = list[torch.futures.Future[list[torch.Tensor]]]
+
+
+def averages(group: dist.ProcessGroup, buffers: dict[str, torch.Tensor]) -> Futures:
+    assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    # `.data`: autograd, which has saved the buffer, need not see that it changes.
+    mean = buffers["running_mean"].data
+    work = group.all_reduce(mean, dist.ReduceOp.AVG, async_op=True)
+    return [work.get_future()]
+
+
+@on_ranks(2)
+def test_buffer_hook_acts_in_place_of_the_broadcast_2_ranks(rank):
+    ddp = dist.DistributedDataParallel(nn.BatchNorm1d(1, momentum=1.0))
+    with pytest.raises(UsageError):
+        ddp._register_buffer_comm_hook(None, 3)  # pyright: ignore[reportArgumentType]
+    ddp._register_buffer_comm_hook(ddp.process_group, averages)
+    with CommRecorder() as seen:
+        ddp(torch.arange(4.0).reshape(4, 1) + rank).sum().backward()
+    assert (seen.ops, ddp.module.running_mean.item()) == (["all_reduce"] * 2, 2.0)
+    # Two reductions: the hook's, and that of the gradients. The ranks' means are 1.5 and 2.5.

@@ -74,9 +74,7 @@ def raises_later(state: object, bucket: dist.GradBucket) -> Any:
         (raises_later, ZeroDivisionError),
     ],
 )
-def test_hook_that_fails_is_named_and_the_ranks_stay_together_2_ranks(
-    hook: Any, cause: type
-) -> None:
+def test_hook_that_fails_is_named_and_the_ranks_stay_together_2_ranks(hook, cause):
     def rank_main(rank: int) -> HookError:
         error = error_of(hook)
         dist.barrier()
@@ -88,7 +86,7 @@ def test_hook_that_fails_is_named_and_the_ranks_stay_together_2_ranks(
         assert isinstance(error.__cause__, cause)
 
 
-def test_hook_that_fails_after_its_collectives_on_one_rank_is_an_error_on_all_3_ranks() -> None:
+def test_hook_that_fails_after_its_collectives_on_one_rank_is_an_error_on_all_3_ranks():
     def rank_main(rank: int) -> HookError:
         def hook(state: object, bucket: dist.GradBucket) -> Any:
             good = dist.allreduce_hook(None, bucket)
@@ -104,7 +102,7 @@ def test_hook_that_fails_after_its_collectives_on_one_rank_is_an_error_on_all_3_
         assert "rank 1" in error.seen
 
 
-def test_hook_that_fails_before_its_collective_on_one_rank_stops_all_3_ranks() -> None:
+def test_hook_that_fails_before_its_collective_on_one_rank_stops_all_3_ranks():
     def rank_main(rank: int) -> Exception:
         def hook(state: object, bucket: dist.GradBucket) -> Any:
             if rank == 1 and bucket.index() == 1:
@@ -129,7 +127,7 @@ def one_argument(bucket: dist.GradBucket) -> Future[torch.Tensor]: ...
 
 
 @pytest.mark.parametrize("hook", [3, None, bad_bucket, bad_return, one_argument])
-def test_hooks_that_cannot_be_called_are_refused_1_rank(hook: Any) -> None:
+def test_hooks_that_cannot_be_called_are_refused_1_rank(hook):
     def rank_main(rank: int) -> None:
         with pytest.raises(HookError) as caught:
             wrapped().register_comm_hook(None, hook)
@@ -139,7 +137,7 @@ def test_hooks_that_cannot_be_called_are_refused_1_rank(hook: Any) -> None:
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_hook_sees_each_bucket_and_reduces_it_2_ranks(as_list: bool) -> None:
+def test_hook_sees_each_bucket_and_reduces_it_2_ranks(as_list):
     def rank_main(rank: int) -> tuple[list[torch.Tensor], list[Any]]:
         seen: list[Any] = []
 

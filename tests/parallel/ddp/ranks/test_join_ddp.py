@@ -42,9 +42,7 @@ def averaging(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.future
         ((3, 0, 2, 3, 1), None),
     ],
 )
-def test_uneven_inputs_train_as_one_process_does(
-    counts: tuple[int, ...], hook: Any, by_all: bool
-) -> None:
+def test_uneven_inputs_train_as_one_process_does(counts, hook, by_all):
     def rank_main(rank: int) -> tuple[Params, Params]:
         ddp = dist.DistributedDataParallel(make_net(), bucket_cap_mb=1e-4)
         if hook is not None:
@@ -66,7 +64,7 @@ def test_uneven_inputs_train_as_one_process_does(
         assert all(map(torch.equal, params + momenta, results[0][0] + results[0][1]))
 
 
-def test_only_forwards_that_communicate_count_3_ranks() -> None:
+def test_only_forwards_that_communicate_count_3_ranks():
     """Accumulation, forwards without a backward, several forwards before one, differing by rank."""
 
     def rank_main(rank: int) -> Params:
@@ -94,7 +92,7 @@ def test_only_forwards_that_communicate_count_3_ranks() -> None:
     assert_all_close(run_ranks(3, rank_main), [p.detach() for p in net.parameters()])
 
 
-def test_shadow_neither_uses_nor_misses_a_parameter_3_ranks() -> None:
+def test_shadow_neither_uses_nor_misses_a_parameter_3_ranks():
     def rank_main(rank: int) -> tuple[bool, bool]:
         ddp = dist.DistributedDataParallel(Branches(), find_unused_parameters=True)
         assert not ddp._join_config.enable
@@ -109,7 +107,7 @@ def test_shadow_neither_uses_nor_misses_a_parameter_3_ranks() -> None:
     assert run_ranks(3, rank_main) == [(True, True), (True, True), (False, True)]
 
 
-def test_buffers_come_from_a_rank_that_trains_and_end_equal_3_ranks() -> None:
+def test_buffers_come_from_a_rank_that_trains_and_end_equal_3_ranks():
     counts = (1, 3, 2)
 
     def rank_main(rank: int) -> tuple[list[torch.Tensor], int, int]:
@@ -132,7 +130,7 @@ def test_buffers_come_from_a_rank_that_trains_and_end_equal_3_ranks() -> None:
 
 
 @on_ranks(4)
-def test_early_termination_is_named_on_all_ranks_and_the_group_lives_on_4_ranks(rank: int) -> None:
+def test_early_termination_is_named_on_all_ranks_and_the_group_lives_on_4_ranks(rank):
     counts = (3, 1, 5, 1)
 
     net = nn.Sequential(nn.Linear(3, 2), dist.SyncBatchNorm(2)).double()
@@ -153,7 +151,7 @@ def test_early_termination_is_named_on_all_ranks_and_the_group_lives_on_4_ranks(
 
 
 @on_ranks(2)
-def test_even_inputs_terminate_well_though_early_termination_would_throw_2_ranks(rank: int) -> None:
+def test_even_inputs_terminate_well_though_early_termination_would_throw_2_ranks(rank):
     ddp = dist.DistributedDataParallel(make_net())
     with CommRecorder(rank=rank) as seen, ddp.join(throw_on_early_termination=True):
         for x in batches_of(rank, 3):
@@ -161,7 +159,7 @@ def test_even_inputs_terminate_well_though_early_termination_would_throw_2_ranks
     assert seen.counts["all_reduce"] == 3 * 2 + 1
 
 
-def test_layers_that_communicate_cannot_be_shadowed_and_are_named_2_ranks() -> None:
+def test_layers_that_communicate_cannot_be_shadowed_and_are_named_2_ranks():
     def rank_main(rank: int) -> ModuleError:
         ddp = dist.DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), dist.SyncBatchNorm(2)))
         with pytest.raises(ModuleError) as caught, ddp.join():
@@ -173,7 +171,7 @@ def test_layers_that_communicate_cannot_be_shadowed_and_are_named_2_ranks() -> N
 
 
 @pytest.mark.parametrize("failing_step", [0, 2])
-def test_rank_that_raises_is_lost_to_the_others_at_once_3_ranks(failing_step: int) -> None:
+def test_rank_that_raises_is_lost_to_the_others_at_once_3_ranks(failing_step):
     counts = (1, 3, 4)  # rank 0 shadows, rank 2 trains, when rank 1 raises
     ended = threading.Barrier(3)
 

@@ -26,7 +26,7 @@ def linear() -> nn.Linear:
     return nn.Linear(1, 1, bias=False)
 
 
-def test_step_is_one_reduction_a_bucket_and_nothing_else_2_ranks() -> None:
+def test_step_is_one_reduction_a_bucket_and_nothing_else_2_ranks():
     def rank_main(rank: int) -> list[str]:
         layers = [nn.Linear(64, 64) for _ in range(4)]  # 16640 bytes a layer
         ddp = dist.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.03)
@@ -42,7 +42,7 @@ def test_step_is_one_reduction_a_bucket_and_nothing_else_2_ranks() -> None:
     assert run_ranks(2, rank_main) == [[*step, "broadcast", *step]] * 2
 
 
-def test_ignored_parameters_are_neither_broadcast_nor_reduced_2_ranks() -> None:
+def test_ignored_parameters_are_neither_broadcast_nor_reduced_2_ranks():
     def rank_main(rank: int) -> tuple[float, ...]:
         module: Any = Branches()
         module.right.weight.data.fill_(rank)
@@ -56,7 +56,7 @@ def test_ignored_parameters_are_neither_broadcast_nor_reduced_2_ranks() -> None:
 
 
 @on_ranks(1)
-def test_no_sync_is_undone_when_its_body_raises_1_rank(rank: int) -> None:
+def test_no_sync_is_undone_when_its_body_raises_1_rank(rank):
     ddp = dist.DistributedDataParallel(linear())
     with pytest.raises(KeyError), ddp.no_sync():
         raise KeyError
@@ -65,7 +65,7 @@ def test_no_sync_is_undone_when_its_body_raises_1_rank(rank: int) -> None:
 
 @pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
 @on_ranks(2)
-def test_copy_and_pickle_come_back_working_2_ranks(rank: int, precision: Any) -> None:
+def test_copy_and_pickle_come_back_working_2_ranks(rank, precision):
     ddp = dist.DistributedDataParallel(linear(), mixed_precision=precision)
     ddp(torch.ones(1, 1)).sum().backward()
     for other in (pickle.loads(pickle.dumps(ddp)), copy.deepcopy(ddp)):
@@ -80,7 +80,7 @@ def test_copy_and_pickle_come_back_working_2_ranks(rank: int, precision: Any) ->
 
 
 @on_ranks(2)
-def test_module_outlives_its_group_only_wrapped_again_2_ranks(rank: int) -> None:
+def test_module_outlives_its_group_only_wrapped_again_2_ranks(rank):
     ddp = dist.DistributedDataParallel(linear())
     ddp(torch.ones(1, 1)).sum().backward()
     dist.shrink()
@@ -129,7 +129,7 @@ def check_step(model: Any, net: Net, rank: int) -> None:
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_after_an_interrupt_a_step_is_right(kind: str, error: type[BaseException]) -> None:
+def test_after_an_interrupt_a_step_is_right(kind, error):
     def body(rank: int) -> None:
         net = Net()
         model = WRAPPERS[kind](net)
@@ -166,9 +166,7 @@ def test_after_an_interrupt_a_step_is_right(kind: str, error: type[BaseException
     ],
     ids=["dtype", "count", "frozen", "buffer", "name"],
 )
-def test_any_difference_between_models_is_named_on_all_ranks_3_ranks(
-    change: Any, name: str
-) -> None:
+def test_any_difference_between_models_is_named_on_all_ranks_3_ranks(change, name):
     def rank_main(rank: int) -> ModuleError:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         if rank == 1:
@@ -183,7 +181,7 @@ def test_any_difference_between_models_is_named_on_all_ranks_3_ranks(
 
 
 @on_ranks(2)
-def test_parameter_unfrozen_after_wrapping_is_named_2_ranks(rank: int) -> None:
+def test_parameter_unfrozen_after_wrapping_is_named_2_ranks(rank):
     module = Branches()
     module.right.requires_grad_(False)
     ddp = dist.DistributedDataParallel(module)
@@ -207,9 +205,7 @@ def all_replaced(module: nn.Linear) -> None:
     ("replace", "names"), [(one_replaced, ("weight",)), (all_replaced, ("weight", "bias"))]
 )
 @on_ranks(2)
-def test_parameters_replaced_for_good_are_named_2_ranks(
-    rank: int, replace: Any, names: tuple[str, ...]
-) -> None:
+def test_parameters_replaced_for_good_are_named_2_ranks(rank, replace, names):
     module = nn.Linear(1, 1)
     ddp = dist.DistributedDataParallel(module)
     replace(module)

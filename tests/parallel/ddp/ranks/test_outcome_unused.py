@@ -101,9 +101,7 @@ def frozen(ddp: Any, x: torch.Tensor) -> None:
     ],
 )
 @on_ranks(2)
-def test_gradients_are_the_mean_of_what_the_ranks_have_2_ranks(
-    rank: int, steps: Any, options: dict[str, Any], expected: list[float | None]
-) -> None:
+def test_gradients_are_the_mean_of_what_the_ranks_have_2_ranks(rank, steps, options, expected):
     ddp = dist.DistributedDataParallel(Tasks(), **options)
     steps(ddp, torch.full((1, 1), rank + 1.0))
     assert [None if p.grad is None else p.grad.item() for p in ddp.parameters()] == expected
@@ -116,16 +114,14 @@ def static_then_accumulated(ddp: Any, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("steps", "options"), [(dropped, {}), (static_then_accumulated, STATIC)])
 @on_ranks(2)
-def test_gradient_that_the_step_lacks_or_does_not_expect_is_named_2_ranks(
-    rank: int, steps: Any, options: dict[str, Any]
-) -> None:
+def test_gradient_that_the_step_lacks_or_does_not_expect_is_named_2_ranks(rank, steps, options):
     ddp = dist.DistributedDataParallel(Tasks(), **options)
     with pytest.raises(ModuleError) as caught:
         steps(ddp, torch.ones(1, 1))
     assert caught.value.parameters == ("heads.0.weight",)
 
 
-def test_gradient_missing_on_one_rank_is_named_on_all_and_the_next_step_is_good_3_ranks() -> None:
+def test_gradient_missing_on_one_rank_is_named_on_all_and_the_next_step_is_good_3_ranks():
     def rank_main(rank: int) -> ModuleError:
         ddp = dist.DistributedDataParallel(Branches(), bucket_cap_mb=1e-6)
         names = ("left",) if rank == 1 else ("left", "right")
@@ -140,7 +136,7 @@ def test_gradient_missing_on_one_rank_is_named_on_all_and_the_next_step_is_good_
 
 
 @on_ranks(2)
-def test_parameters_that_are_never_used_are_left_out_if_asked_2_ranks(rank: int) -> None:
+def test_parameters_that_are_never_used_are_left_out_if_asked_2_ranks(rank):
     ddp = dist.DistributedDataParallel(
         Branches(), bucket_cap_mb=1e-6, skip_all_reduce_unused_params=True, **UNUSED
     )

@@ -136,12 +136,7 @@ UNUSED: dict[str, Any] = {"find_unused_parameters": True}
         (2, two_layers, gradient_penalty, {}),
     ],
 )
-def test_gradients_are_the_mean_of_what_each_rank_would_get_alone(
-    n: int,
-    make: Callable[[], nn.Module],
-    backward: Callable[[Any, int], None],
-    options: dict[str, Any],
-) -> None:
+def test_gradients_are_the_mean_of_what_each_rank_would_get_alone(n, make, backward, options):
     torch.manual_seed(1)
     module = make()
     replicas = [copy.deepcopy(module) for _ in range(n)]
@@ -165,7 +160,7 @@ def test_gradients_are_the_mean_of_what_each_rank_would_get_alone(
     run_ranks(n, rank_main)
 
 
-def test_exception_in_backward_is_an_error_on_all_ranks_and_the_next_step_is_good_3_ranks() -> None:
+def test_exception_in_backward_is_an_error_on_all_ranks_and_the_next_step_is_good_3_ranks():
     def fail(_: torch.Tensor) -> None:
         raise KeyError("the user's own")
 
@@ -202,7 +197,7 @@ def test_exception_in_backward_is_an_error_on_all_ranks_and_the_next_step_is_goo
 
 
 @on_ranks(2)
-def test_parameter_frozen_on_one_rank_only_is_named_on_all_2_ranks(rank: int) -> None:
+def test_parameter_frozen_on_one_rank_only_is_named_on_all_2_ranks(rank):
     ddp = dist.DistributedDataParallel(two_layers())
     ddp.module[0].bias.requires_grad_(rank == 0)
     plain(ddp, rank)
@@ -211,7 +206,7 @@ def test_parameter_frozen_on_one_rank_only_is_named_on_all_2_ranks(rank: int) ->
     assert caught.value.parameters == ("0.bias",)
 
 
-def test_buckets_follow_rank_0s_order_and_carry_gradients_over_2_ranks() -> None:
+def test_buckets_follow_rank_0s_order_and_carry_gradients_over_2_ranks():
     class Crossed(nn.Module):
         """Uses its layers in one order or in the other."""
 
@@ -263,9 +258,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after"])
 @on_ranks(2)
-def test_optimizer_within_backward_steps_with_the_average_2_ranks(
-    rank: int, options: str, is_before: bool
-) -> None:
+def test_optimizer_within_backward_steps_with_the_average_2_ranks(rank, options, is_before):
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
@@ -297,7 +290,7 @@ def seen_by_hooks(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> tuple[An
 
 
 @on_ranks(2)
-def test_hooks_wait_for_the_reduction_of_kept_sums_2_ranks(rank: int) -> None:
+def test_hooks_wait_for_the_reduction_of_kept_sums_2_ranks(rank):
     ddp, seen = seen_by_hooks(rank, dist.DistributedDataParallel)
     with ddp.no_sync():
         backward(ddp, rank)
@@ -313,7 +306,7 @@ def test_hooks_wait_for_the_reduction_of_kept_sums_2_ranks(rank: int) -> None:
     # In the second step rank 0 adds nothing to rank 1's gradient of 2.
 
 
-def test_hooks_do_not_run_in_a_step_that_fails_2_ranks() -> None:
+def test_hooks_do_not_run_in_a_step_that_fails_2_ranks():
     def rank_main(rank: int) -> list[float]:
         def wrap(layer: nn.Module) -> nn.Module:
             both = nn.ModuleList([layer, linear()])
@@ -364,7 +357,7 @@ def gradient(ddp: nn.Module) -> list[list[float]]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @on_ranks(2)
-def test_moved_module_goes_on_averaging_2_ranks(rank: int, options: str, swap: bool) -> None:
+def test_moved_module_goes_on_averaging_2_ranks(rank, options, swap):
     for way, set_to_none in itertools.product(WAYS, (True, False)):
         ddp = dist.DistributedDataParallel(nn.Linear(2, 2), **OPTIONS[options])
         for _ in range(3):
@@ -378,7 +371,7 @@ def test_moved_module_goes_on_averaging_2_ranks(rank: int, options: str, swap: b
 
 
 @on_ranks(2)
-def test_part_that_was_moved_goes_on_averaging_2_ranks(rank: int, swap: bool) -> None:
+def test_part_that_was_moved_goes_on_averaging_2_ranks(rank, swap):
     way = "dtype and back"
     ddp = dist.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     with torch.no_grad():
@@ -398,8 +391,8 @@ def test_part_that_was_moved_goes_on_averaging_2_ranks(rank: int, swap: bool) ->
 )
 @on_ranks(2)
 def test_module_left_in_another_dtype_is_refused_on_all_ranks_2_ranks(
-    rank: int, who: tuple[int, ...], kept: bool, options: str, swap: bool
-) -> None:
+    rank, who, kept, options, swap
+):
     ddp = dist.DistributedDataParallel(nn.Linear(2, 2), **OPTIONS[options])
     step(ddp, rank)
     ddp.zero_grad()
@@ -419,7 +412,7 @@ def test_module_left_in_another_dtype_is_refused_on_all_ranks_2_ranks(
 
 
 @on_ranks(2)
-def test_replaced_parameter_is_refused_although_it_may_be_unused_2_ranks(rank: int) -> None:
+def test_replaced_parameter_is_refused_although_it_may_be_unused_2_ranks(rank):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     ddp = dist.DistributedDataParallel(model, **OPTIONS["unused"])
     step(ddp, rank)

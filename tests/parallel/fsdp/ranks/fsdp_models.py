@@ -108,6 +108,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.05)
 
 
+assert_same = torch.testing.assert_close  # also of dicts in which there is None
+
+
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach()
@@ -120,17 +123,6 @@ def full_weights(model: nn.Module) -> Tensors:
 
 def full_gradients(model: nn.Module) -> Tensors:
     return {name: whole(p.grad) for name, p in model.named_parameters()}
-
-
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        if tensor is None:
-            assert found[name] is None, name
-        else:
-            torch.testing.assert_close(
-                found[name], tensor, msg=lambda text, name=name: f"{name}: {text}"
-            )
 
 
 def by_step(model: nn.Module, step: int, size: int = 1, rank: int = 0) -> torch.Tensor:

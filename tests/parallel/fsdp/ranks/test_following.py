@@ -59,7 +59,7 @@ def warm(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("counts", [(3, 3), (1, 4), (5, 0), (0, 0), (2, 6, 0, 3)])
-def test_ranks_that_are_done_follow_the_others(way: str, counts: tuple[int, ...]) -> None:
+def test_ranks_that_are_done_follow_the_others(way, counts):
     def body(rank: int) -> list[list[int]]:
         model = sharded(way)
         warm(model)
@@ -89,9 +89,7 @@ def outside_of_a_block(model: Any, rank: int) -> None:
     dure.barrier()
 
 
-def test_a_rank_that_follows_very_often_is_not_warned(
-    way: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_rank_that_follows_very_often_is_not_warned(way, monkeypatch, recwarn):
     monkeypatch.setattr(join, "_MANY_ROUNDS", 3)
 
     def body(rank: int) -> None:
@@ -105,7 +103,7 @@ def test_a_rank_that_follows_very_often_is_not_warned(
 
 
 @on_ranks(2)
-def test_outside_of_it_the_error_names_module_and_ranks(rank: int, way: str) -> None:
+def test_outside_of_it_the_error_names_module_and_ranks(rank, way):
     model = sharded(way)
     warm(model)
     error = caught(Desync, outside_of_a_block, model, rank)
@@ -124,7 +122,7 @@ def call_different_modules(model: Any, rank: int) -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_differ_are_named_with_their_modules(rank: int, way: str) -> None:
+def test_ranks_that_differ_are_named_with_their_modules(rank, way):
     model = sharded(way)
     warm(model)
     calls = caught(Desync, call_different_modules, model, rank).calls
@@ -139,7 +137,7 @@ def raise_within(model: Any, rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_raises_ends_the_block_of_the_others(rank: int, way: str) -> None:
+def test_a_rank_that_raises_ends_the_block_of_the_others(rank, way):
     model = sharded(way)
     warm(model)
     kind = PeerLost if rank else ArithmeticError
@@ -156,7 +154,7 @@ def follow_unprepared(model: Any, rank: int) -> None:
 
 
 @on_ranks(2)
-def test_misuse_is_refused(rank: int, way: str) -> None:
+def test_misuse_is_refused(rank, way):
     error = caught(UsageError, follow_unprepared, sharded("gathered"), rank)
     unable = "rank 0: has run out of inputs, and cannot follow"
     assert error.seen == f"{unable}; rank 1: forward of (root)"

@@ -35,7 +35,7 @@ NEXT = {
 
 @pytest.mark.parametrize("then", NEXT)
 @on_ranks(SIZE)
-def test_a_write_into_it_is_refused_and_says_why(rank: int, way: str, then: str) -> None:
+def test_a_write_into_it_is_refused_and_says_why(rank, way, then):
     model = made(way)
     loss = model(X).square().sum()
     with torch.no_grad():
@@ -61,9 +61,7 @@ def by_hand(model: Any) -> None:
 
 @pytest.mark.parametrize("before", [without_backward, with_graph_kept, by_hand])
 @on_ranks(SIZE)
-def test_unshard_shows_what_an_optimizer_has_written_since(
-    rank: int, way: str, before: Any
-) -> None:
+def test_unshard_shows_what_an_optimizer_has_written_since(rank, way, before):
     """Which is no write of the program into the unsharded parameters."""
 
     model = made(way)

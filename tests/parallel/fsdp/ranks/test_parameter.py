@@ -13,7 +13,7 @@ from torch import nn
 
 import dure as dist
 from dure.fsdp import MixedPrecisionPolicy
-from dure.mesh import DeviceMesh, init_device_mesh
+from dure.mesh import init_device_mesh
 from dure.tensor import DTensor, Shard, distribute_tensor
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.testing import run_ranks
@@ -43,9 +43,7 @@ def on_meta(way: str, **options: Any) -> Any:
 
 
 @on_ranks(2)
-def test_a_model_is_sharded_and_trained_within_a_block_of_another_device(
-    rank: int, way: str
-) -> None:
+def test_a_model_is_sharded_and_trained_within_a_block_of_another_device(rank, way):
     """The block gives the model its device; Dure's own tensors stay on the CPU."""
 
     with torch.device("meta"):
@@ -61,7 +59,7 @@ def test_a_model_is_sharded_and_trained_within_a_block_of_another_device(
     assert total.device.type == "cpu" and total > 0
 
 
-def test_weights_assigned_before_an_unshard_are_kept(way: str) -> None:
+def test_weights_assigned_before_an_unshard_are_kept(way):
     """A program may look at its parameters after loading, before the first step."""
 
     def body(rank: int) -> Any:
@@ -87,7 +85,7 @@ def test_weights_assigned_before_an_unshard_are_kept(way: str) -> None:
 
 @pytest.mark.parametrize("is_begun", [False, True])
 @on_ranks(2)
-def test_weights_assigned_while_unsharded_are_kept(rank: int, way: str, is_begun: bool) -> None:
+def test_weights_assigned_while_unsharded_are_kept(rank, way, is_begun):
     """Within the module that was sharded, which does not notice it; or while it is gathered."""
 
     model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
@@ -105,7 +103,7 @@ def test_weights_assigned_while_unsharded_are_kept(rank: int, way: str, is_begun
 
 
 @on_ranks(2)
-def test_one_of_the_parameters_of_a_group_is_assigned(rank: int, way: str) -> None:
+def test_one_of_the_parameters_of_a_group_is_assigned(rank, way):
     model: Any = nn.Linear(2, 2)
     nn.init.ones_(model.bias)
     by_parts(way, model)
@@ -151,9 +149,7 @@ def doubling(way: str, tensor_parallel: bool, **options: Any) -> Any:
     ],
     ids="-".join,
 )
-def test_forwards_in_any_mode_and_training_between_are_right(
-    way: str, order: tuple[str, ...], tensor_parallel: bool
-) -> None:
+def test_forwards_in_any_mode_and_training_between_are_right(way, order, tensor_parallel):
     def body(rank: int) -> None:
         model = doubling(way, tensor_parallel)
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -186,7 +182,7 @@ MOVES: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("move", MOVES)
 @on_ranks(2)
-def test_moved_module_goes_on_averaging_2_ranks(rank: int, way: str, move: str) -> None:
+def test_moved_module_goes_on_averaging_2_ranks(rank, way, move):
     """Rank r has the inputs (1, 2) and (3, 4), times r + 1; the loss is the sum of the outputs."""
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -210,9 +206,7 @@ def test_moved_module_goes_on_averaging_2_ranks(rank: int, way: str, move: str) 
 
 @pytest.mark.parametrize(("reduce_dtype", "each"), [(torch.float32, 1 + SMALL), (None, 1.0)])
 @on_mesh(2, 2, names=("dp", "tp"))
-def test_terms_are_added_in_reduce_dtype_and_accumulated_4_ranks(
-    mesh: DeviceMesh, way: str, reduce_dtype: torch.dtype | None, each: float
-) -> None:
+def test_terms_are_added_in_reduce_dtype_and_accumulated_4_ranks(mesh, way, reduce_dtype, each):
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
     model: Any = by_parts(way, Scale(mesh["tp"]), mesh=mesh["dp"], mp_policy=policy)
     x = rows(mesh)
@@ -259,7 +253,7 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 @on_ranks(SIZE)
-def test_hooks_run_once_per_gradient_after_the_reduction(rank: int, way: str) -> None:
+def test_hooks_run_once_per_gradient_after_the_reduction(rank, way):
     model = by_layers(way)
     seen: list[tuple[str, Any]] = []
     first, second = model.parameters()
@@ -278,7 +272,7 @@ def test_hooks_run_once_per_gradient_after_the_reduction(rank: int, way: str) ->
 
 
 @on_ranks(SIZE)
-def test_a_hook_of_several_parameters_runs_once_with_all_gradients(rank: int, way: str) -> None:
+def test_a_hook_of_several_parameters_runs_once_with_all_gradients(rank, way):
     model = by_layers(way)
     seen: list[list[torch.Tensor]] = []
     torch.autograd.graph.register_multi_grad_hook(
@@ -290,7 +284,7 @@ def test_a_hook_of_several_parameters_runs_once_with_all_gradients(rank: int, wa
     assert torch.equal(seen[0][1], GRADIENT_1)
 
 
-def test_an_optimizer_may_step_in_backward(way: str) -> None:
+def test_an_optimizer_may_step_in_backward(way):
     """Two steps, as one process makes them; hooks were registered before `fully_shard`."""
 
     def stepping(model: Any) -> None:

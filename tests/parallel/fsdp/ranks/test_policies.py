@@ -58,9 +58,7 @@ def sharded(way: str, model: Any, **options: Any) -> Any:
         (None, LOW, 1, True),
     ],
 )
-def test_gradients_are_averaged_in_the_dtype_of_the_policy(
-    way: str, compute: Any, reduce: Any, steps: int, sync_all: bool
-) -> None:
+def test_gradients_are_averaged_in_the_dtype_of_the_policy(way, compute, reduce, steps, sync_all):
     """Over one backward or three, reduced each time or at the last."""
 
     def body(rank: int) -> Any:
@@ -107,7 +105,7 @@ class Seeing(nn.Module):
 
 @pytest.mark.parametrize("cast", [True, False])
 @on_ranks(2)
-def test_floating_point_inputs_are_cast(rank: int, way: str, cast: bool) -> None:
+def test_floating_point_inputs_are_cast(rank, way, cast):
     """Floating-point inputs, wherever they are; no integers, no buffers."""
 
     model = Seeing()
@@ -126,7 +124,7 @@ def test_floating_point_inputs_are_cast(rank: int, way: str, cast: bool) -> None
 
 
 @on_ranks(2)
-def test_weights_are_cast_again_after_each_step(rank: int, way: str) -> None:
+def test_weights_are_cast_again_after_each_step(rank, way):
     model = nn.Linear(4, 4, bias=False)
     by_parts(way, model, mp_policy=MixedPrecisionPolicy(LOW, torch.float32))
     for value in (1.0, 2.0, 3.0):
@@ -140,9 +138,7 @@ def test_weights_are_cast_again_after_each_step(rank: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("low", [None, LOW])
-def test_unshard_between_steps_shows_what_all_ranks_have_written(
-    way: str, low: torch.dtype | None
-) -> None:
+def test_unshard_between_steps_shows_what_all_ranks_have_written(way, low):
     arrived = [threading.Event() for _ in range(2)]
 
     def body(rank: int) -> None:
@@ -169,14 +165,14 @@ def test_unshard_between_steps_shows_what_all_ranks_have_written(
     run_ranks(2, body)
 
 
-def test_integer_dtypes_are_refused() -> None:
+def test_integer_dtypes_are_refused():
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         with pytest.raises(ModuleError, match="floating-point"):
             MixedPrecisionPolicy(**{name: torch.int8})  # pyright: ignore
 
 
 @pytest.mark.parametrize("where", ["torch", "dure"])
-def test_a_scaler_skips_on_all_ranks(way: str, where: str) -> None:
+def test_a_scaler_skips_on_all_ranks(way, where):
     """Infinite on rank 1 in the second step: both skip it, and halve the scale."""
 
     def body(rank: int) -> Any:
@@ -224,7 +220,7 @@ class Caching(nn.Module):
 
 
 @on_ranks(2)
-def test_what_a_block_writes_into_a_container_reaches_its_caller(rank: int, way: str) -> None:
+def test_what_a_block_writes_into_a_container_reaches_its_caller(rank, way):
     with making:
         net = Caching()
     model: Any = by_parts(way, net)

@@ -18,7 +18,7 @@ from tests.parallel.fsdp.ranks.fsdp_models import by_parts, compare
 from tests.thread_ranks import on_ranks
 
 
-def test_a_gradient_of_uneven_columns_has_the_strides_of_its_shard() -> None:
+def test_a_gradient_of_uneven_columns_has_the_strides_of_its_shard():
     weight = torch.arange(20.0).reshape(4, 5)
 
     def body(rank: int) -> None:
@@ -79,14 +79,12 @@ def step(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.T
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_adapters_train_as_on_one_rank(way: str, size: int) -> None:
+def test_adapters_train_as_on_one_rank(way, size):
     compare(way, size, layers_apart, step, expected_step=step, make=made)
 
 
 @on_ranks(2)
-def test_frozen_parameters_have_no_gradient_and_no_state_and_are_not_reduced(
-    rank: int, way: str
-) -> None:
+def test_frozen_parameters_have_no_gradient_and_no_state_and_are_not_reduced(rank, way):
     layers = made()
     model = by_parts(way, layers, *layers)
     report = explain(model)

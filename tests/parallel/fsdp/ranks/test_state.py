@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,16 +13,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dure import fsdp
 from dure.device_mesh import init_device_mesh
 from dure.errors import ModuleError, UsageError
 from dure.fsdp import fully_shard, join_step, strategy
+from dure.tensor import DTensor
+from dure.testing import CommRecorder, run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import (
     Net,
+    assert_same,
     batch,
     by_step,
     compare,
+    full_gradients,
     loss_of,
     making,
     mine,
@@ -94,7 +100,7 @@ def fail(_: object) -> None:
 
 
 @on_ranks(2)
-def test_a_loss_on_a_feature_gives_gradients_and_leaves_nothing(rank: int, way: str) -> None:
+def test_a_loss_on_a_feature_gives_gradients_and_leaves_nothing(rank, way):
     model = made(way)
     for _ in range(2):
         model.zero_grad()
@@ -116,7 +122,7 @@ WAYS_TO_WRITE = {
 
 @pytest.mark.parametrize("write", WAYS_TO_WRITE)
 @on_ranks(2)
-def test_a_write_between_forward_and_backward_is_refused(rank: int, way: str, write: str) -> None:
+def test_a_write_between_forward_and_backward_is_refused(rank, way, write):
     model = made(way)
     loss = model(X).sum()
     with torch.no_grad():
@@ -133,7 +139,7 @@ def test_a_write_between_forward_and_backward_is_refused(rank: int, way: str, wr
 
 
 @on_ranks(2)
-def test_a_write_before_a_backward_through_a_feature_is_refused_and_named(rank: int) -> None:
+def test_a_write_before_a_backward_through_a_feature_is_refused_and_named(rank):
     """With *shared* the backward is noticed after it has read the weight."""
     model = made("shared")
     model(X)
@@ -146,7 +152,7 @@ def test_a_write_before_a_backward_through_a_feature_is_refused_and_named(rank: 
 
 
 @on_ranks(2)
-def test_a_backward_that_makes_a_graph_of_gradients_is_refused(rank: int, way: str) -> None:
+def test_a_backward_that_makes_a_graph_of_gradients_is_refused(rank, way):
     model = made(way)
     with pytest.raises(ModuleError) as error:
         model(X).square().sum().backward(create_graph=True)
@@ -155,7 +161,7 @@ def test_a_backward_that_makes_a_graph_of_gradients_is_refused(rank: int, way: s
 
 
 @on_ranks(2)
-def test_after_a_backward_that_raised_another_one_gives_all_gradients(rank: int, way: str) -> None:
+def test_after_a_backward_that_raised_another_one_gives_all_gradients(rank, way):
     model = made(way)
     out = model(X)
     handle = model.feature.register_hook(fail)
@@ -169,7 +175,7 @@ def test_after_a_backward_that_raised_another_one_gives_all_gradients(rank: int,
 
 
 @on_ranks(2)
-def test_parameters_replaced_between_forward_and_backward_are_named(rank: int, way: str) -> None:
+def test_parameters_replaced_between_forward_and_backward_are_named(rank, way):
     model = made(way)
     model(X)
     feature = model.feature
@@ -187,9 +193,7 @@ def test_parameters_replaced_between_forward_and_backward_are_named(rank: int, w
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("grad", [True, False])
 @on_ranks(2)
-def test_after_a_forward_that_was_interrupted_a_step_is_right(
-    rank: int, way: str, error: type[BaseException], grad: bool
-) -> None:
+def test_after_a_forward_that_was_interrupted_a_step_is_right(rank, way, error, grad):
     model = made(way, "first")
     check_step(model)
     model.first.error = error
@@ -201,9 +205,7 @@ def test_after_a_forward_that_was_interrupted_a_step_is_right(
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @on_ranks(2)
-def test_after_a_backward_that_raised_zero_grad_and_a_step_are_right(
-    rank: int, way: str, error: type[BaseException]
-) -> None:
+def test_after_a_backward_that_raised_zero_grad_and_a_step_are_right(rank, way, error):
     model = made(way, "first")
     check_step(model)
     out = model(X)
@@ -218,9 +220,7 @@ def test_after_a_backward_that_raised_zero_grad_and_a_step_are_right(
 
 
 @on_ranks(2)
-def test_an_error_that_the_forward_around_catches_leaves_its_parameters(
-    rank: int, way: str
-) -> None:
+def test_an_error_that_the_forward_around_catches_leaves_its_parameters(rank, way):
     model = made(way, "first")
     check_step(model)
     model.first.error = KeyError
@@ -269,12 +269,12 @@ def beside_replicas(model: Net) -> None:
     [{}, {"prepare": partial(shard, reshard_after_forward=False)}, {"prepare": beside_replicas}],
     ids=["default", "kept", "replicas"],
 )
-def test_ranks_run_out_of_batches(way: str, scenario: dict[str, Any]) -> None:
+def test_ranks_run_out_of_batches(way, scenario):
     compare(way, 3, step=until_batches_end, expected_step=alone, **scenario)
 
 
 @on_ranks(2)
-def test_evaluation_without_a_batch(rank: int, way: str) -> None:
+def test_evaluation_without_a_batch(rank, way):
     model = sharded(way)
     with pytest.raises(UsageError, match="first step needs a batch"):
         join_step(model)
@@ -314,3 +314,142 @@ def test_gathers_and_reductions_are_recorded_as_in_torch(rank, strategy):
         for phase in ("root_pre_forward", "pre_forward (2)", "pre_backward (0)"):
             assert names.count(f"FSDP::{phase}") == 1
         assert names.count("c10d::_reduce_scatter_base_") == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# A list of modules that are gathered together, of which a step calls some only.
+
+
+SIZE, WIDTH = 2, 4
+
+
+class Listed(nn.Module):
+    """An embedding, a body, and a norm and a head that are a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(6, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 6)
+
+    def forward(self, words: torch.Tensor, within: bool = False) -> torch.Tensor:
+        """With `within`, chunks of a loss run backward before forward has ended."""
+        hidden = self.body(self.embed(words))
+        for chunk in hidden.detach().split(2) if within else ():
+            self.head(chunk).square().sum().backward()
+        return self.norm(hidden)
+
+
+def in_chunks(model: Listed, words: torch.Tensor) -> None:
+    """Backward of each chunk's loss frees its logits."""
+    hidden = model(words)
+    gradients = []
+    for chunk in hidden.detach().split(2):
+        chunk.requires_grad_()
+        model.head(chunk).square().sum().backward()
+        gradients.append(chunk.grad)
+    hidden.backward(torch.cat(gradients))
+
+
+def checkpointed_chunks(model: Listed, words: torch.Tensor) -> None:
+    hidden = model(words)
+    chunks = (checkpoint(model.head, c, use_reentrant=False) for c in hidden.split(2))
+    torch.cat(list(chunks)).square().sum().backward()
+
+
+def chunks_within_forward(model: Listed, words: torch.Tensor) -> None:
+    model(words, within=True).square().sum().backward()
+
+
+def norm_alone(model: Listed, words: torch.Tensor) -> None:
+    model(words).square().sum().backward()
+
+
+def head_alone(model: Listed, words: torch.Tensor) -> None:
+    model.head(torch.nn.functional.one_hot(words, 6)[:, :WIDTH].double()).sum().backward()
+
+
+def looks_between(model: Listed, words: torch.Tensor) -> None:
+    """A head that is called without gradients, before the forward and in the middle of a step."""
+    with torch.no_grad():
+        model.head(torch.ones(1, WIDTH, dtype=torch.double))
+    hidden = model(words)
+    with torch.no_grad():
+        model.head(hidden)
+    hidden.square().sum().backward()
+
+
+def unused_forward(model: Listed, words: torch.Tensor) -> None:
+    """With gradients, and no backward."""
+    model.head(torch.ones(1, WIDTH, dtype=torch.double))
+    in_chunks(model, words)
+
+
+STEPS = [
+    in_chunks,
+    checkpointed_chunks,
+    chunks_within_forward,
+    norm_alone,
+    head_alone,
+    looks_between,
+    unused_forward,
+]
+
+
+def the_last_two(model: Any) -> None:
+    fully_shard(model.body)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+
+
+def ends(model: Any) -> None:
+    fully_shard([model.embed, model.head])
+    fully_shard(model)
+
+
+def as_a_root(model: Any) -> None:
+    fully_shard(model.body)
+    fully_shard([model.embed, model.norm, model.head])
+
+
+@pytest.mark.parametrize("shard", [the_last_two, ends, as_a_root], ids=lambda f: f.__name__)
+def test_gradients_are_those_of_one_process(way, shard):
+    """Each kind of step after each other one; modules have shards when it has ended."""
+    with making:
+        torch.manual_seed(0)
+        made = Listed().double()
+    words = [torch.tensor([0, 3, 1, 3]), torch.tensor([5, 2, 2, 4])]
+
+    def body(rank: int) -> None:
+        model, alone = copy.deepcopy(made), copy.deepcopy(made)
+        with strategy(way):
+            shard(model)
+        for step in STEPS + STEPS[::-1]:
+            model.zero_grad()
+            alone.zero_grad()
+            step(model, words[rank])
+            for each in words:
+                step(alone, each)
+            for parameter in alone.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= SIZE
+            assert_same(full_gradients(model), full_gradients(alone))
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+
+    run_ranks(SIZE, body)
+
+
+def test_a_module_of_a_list_called_alone_frees_its_parameters():
+    """So that whatever reads or writes parameters between steps has shards."""
+
+    def body(rank: int) -> list[str]:
+        with making:
+            model: Any = Listed()
+        with strategy("gathered"):
+            the_last_two(model)
+        with torch.no_grad(), CommRecorder() as recorder:
+            for _ in range(2):
+                model.head(torch.ones(1, WIDTH))
+                assert isinstance(model.head.weight, DTensor)
+        return recorder.ops
+
+    assert run_ranks(SIZE, body) == [["all_gather_single"] * 2] * 2

@@ -27,9 +27,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize("per_rank", [False, True])
-def test_tensorboard_gets_the_means_of_2_ranks_or_each_rank_writes_its_own(
-    tmp_path: Path, per_rank: bool
-):
+def test_tensorboard_gets_the_means_of_2_ranks_or_each_rank_writes_its_own(tmp_path, per_rank):
     def body(_: int) -> int:
         training = Training()
         with dist.TensorBoardWriter(tmp_path, training.meter, every=2, per_rank=per_rank) as board:
@@ -46,7 +44,7 @@ def test_tensorboard_gets_the_means_of_2_ranks_or_each_rank_writes_its_own(
         assert found["loss"] == [(2, 2.0), (4, 4.0)]
 
 
-def test_what_was_written_is_in_the_file_although_it_was_not_closed(tmp_path: Path):
+def test_what_was_written_is_in_the_file_although_it_was_not_closed(tmp_path):
     board = dist.TensorBoardWriter(tmp_path, dist.StepMeter(), every=1, per_rank=True)
     board.write(loss=3.0)
     del board  # as at the end of a program

@@ -1,7 +1,5 @@
 """Steps of the sharded optimizer within backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What a step of the sharded optimizer sends, and to where."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The state of a sharded optimizer: where it lives, saved and loaded."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

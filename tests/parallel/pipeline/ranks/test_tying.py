@@ -57,7 +57,7 @@ def _of_tied(rank: int, name: str, world: int, parts: list[nn.Module]) -> Traine
 
 
 @pytest.mark.parametrize(("name", "world"), [("1f1b", 3), ("zb-v", 2)])
-def test_tied_ends_have_one_gradient(name: str, world: int):
+def test_tied_ends_have_one_gradient(name, world):
     weight = nn.Parameter(torch.eye(6, dtype=torch.float64))
     middle = dense(world * SCHEDULES[name][1] - 2)
     parts = [_Embedding(weight), *middle, _Embedding(weight, is_output=True)]
@@ -94,7 +94,7 @@ def _norms(rank: int, name: str, parts: list[nn.Module], tied: bool) -> list[flo
 
 
 @pytest.mark.parametrize(("name", "tied"), [("1f1b", True), ("1f1b", False), ("zb-v", True)])
-def test_a_norm_of_all_stages_counts_tied_parameters_once(name: str, tied: bool):
+def test_a_norm_of_all_stages_counts_tied_parameters_once(name, tied):
     weight = nn.Parameter(torch.eye(6, dtype=torch.float64))
     middle = dense(2 * SCHEDULES[name][1] - 2)
     end = _Embedding(weight if tied else nn.Parameter(weight.detach() * 2), is_output=True)
@@ -109,9 +109,7 @@ def test_a_norm_of_all_stages_counts_tied_parameters_once(name: str, tied: bool)
 @pytest.mark.parametrize(
     ("embedding", "output"), [(True, True), (True, False), (False, True)], ids=str
 )
-def test_tied_ends_that_are_cut_over_the_vocabulary_have_one_gradient_4_ranks(
-    embedding: bool, output: bool
-):
+def test_tied_ends_that_are_cut_over_the_vocabulary_have_one_gradient_4_ranks(embedding, output):
     """The embedding's gradient comes replicated, the output layer's in parts."""
     weight = torch.arange(48.0, dtype=torch.float64).view(8, 6) / 48
     tokens = torch.tensor([[0, 3], [1, 7], [5, 5], [6, 2]])

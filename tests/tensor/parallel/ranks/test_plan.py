@@ -1,7 +1,5 @@
 """`parallelize_module`: styles by the paths of modules, and plans that do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -31,14 +29,14 @@ def test_paths_match_by_component_and_a_path_without_a_match_warns(mesh):
             names.append(module)
             return module
 
-    parallelize_module(model, mesh, {"layers.?.attention.w*": Notes(), "": Notes()})
+    parallelize_module(model, mesh, {"layers.?.attention.?*": Notes(), "": Notes()})
     assert len(names) == 2 * 4 + 1
     assert names[-1] is model
     for plan in (None, {}):
         with pytest.warns(UserWarning, match="parallelize_plan is empty"):
             parallelize_module(model, mesh, plan)
-    with pytest.warns(UserWarning, match=r"layers\.0\.attention\.wq"):
-        parallelize_module(model, mesh, {"layers.*.attn.wq": Notes()})
+    with pytest.warns(UserWarning, match=r"layers\.0\.attention\.q"):
+        parallelize_module(model, mesh, {"layers.*.attn.q": Notes()})
 
 
 def test_plans_that_do_not_fit_name_the_module():
@@ -47,13 +45,13 @@ def test_plans_that_do_not_fit_name_the_module():
     def body(rank):
         mesh = init_device_mesh("cpu", (3,))
         wrong = [
-            ({"layers.*.attention.wq": ColwiseParallel()}, PlacementError, "layers.0.attention.wq"),
-            ({"layers.*.attention.wk": ColwiseParallel()}, PlacementError, "n_kv_heads is 2"),
+            ({"layers.*.attention.q": ColwiseParallel()}, PlacementError, "layers.0.attention.q"),
+            ({"layers.*.attention.k": ColwiseParallel()}, PlacementError, "n_kv_heads is 2"),
             ({"norm": ColwiseParallel()}, UsageError, "norm"),
-            ({"output": "columns"}, UsageError, "output"),
+            ({"head": "columns"}, UsageError, "head"),
             (3, UsageError, "parallelize_plan"),
             (torch_style(), UsageError, "Import SequenceParallel from dure"),
-            ({"output": torch_style()}, UsageError, "Import SequenceParallel"),
+            ({"head": torch_style()}, UsageError, "Import SequenceParallel"),
         ]
         for plan, kind, text in wrong:
             with pytest.raises(kind, match=text):
@@ -64,9 +62,7 @@ def test_plans_that_do_not_fit_name_the_module():
             parallelize_module(small_llama(), None, ColwiseParallel())
         tied = small_llama(tied=True)
         with pytest.raises(PlacementError, match="share"):
-            parallelize_module(
-                tied, mesh, {"tok_embeddings": ColwiseParallel(), "output": ColwiseParallel()}
-            )
+            parallelize_module(tied, mesh, {"embed": ColwiseParallel(), "head": ColwiseParallel()})
         for style in (
             lambda: PrepareModuleInput(input_layouts=Shard(0)),
             lambda: PrepareModuleInput(input_kwarg_layouts={"a": Shard(0)}),

@@ -1,7 +1,5 @@
 """Scaled dot product attention: fewer heads for keys, causal and given masks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Convolution: uneven and empty parts, and what is not gathered."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

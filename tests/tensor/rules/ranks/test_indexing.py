@@ -1,7 +1,5 @@
 """Indexing: one element per line of a sharded dimension, such as the logit of a label."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 # What operators on DTensors return is a torch.Tensor to pyright.
 # pyright: reportAttributeAccessIssue=false
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

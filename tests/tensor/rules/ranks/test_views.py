@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dure.errors import PlacementError
-from dure.mesh import DeviceMesh
 from dure.tensor import (
     DTensor,
     Replicate,
@@ -213,9 +212,7 @@ def way(request: pytest.FixtureRequest):
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @on_ranks(2)
-def test_a_view_begins_where_that_of_the_full_tensor_does(
-    rank: int, placement: Shard | Replicate
-) -> None:
+def test_a_view_begins_where_that_of_the_full_tensor_does(rank, placement):
     x = distribute_tensor(torch.zeros(8, 4), init_device_mesh("cpu", (2,)), [placement])
     views = {
         0: x, 1: x[:, 1:], 4: x[1:], 8: x[2], 2: x.t()[2:], 3: x.view(32)[3:],
@@ -228,9 +225,7 @@ def test_a_view_begins_where_that_of_the_full_tensor_does(
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("order", ORDERS)
 @on_mesh(3)
-def test_a_view_that_the_strides_of_a_part_do_not_allow_is_a_copy(
-    mesh: DeviceMesh, order: str
-) -> None:
+def test_a_view_that_the_strides_of_a_part_do_not_allow_is_a_copy(mesh, order):
     full = torch.arange(24.0).reshape(3, 4, 2)
     for placement in (Shard(0), Shard(1), Replicate()):
         for _ in range(2):  # the rules are asked, then the plan is known
@@ -250,7 +245,7 @@ def test_a_view_that_the_strides_of_a_part_do_not_allow_is_a_copy(
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("order", ORDERS)
 @on_mesh(2)
-def test_other_dtypes_and_strided_views_of_parts_of_any_order(mesh: DeviceMesh, order: str) -> None:
+def test_other_dtypes_and_strided_views_of_parts_of_any_order(mesh, order):
     full = torch.arange(24.0).reshape(3, 4, 2)
     x = made(mesh, full, [Shard(1)], order)
     complex_numbers = torch.view_as_complex(x)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
 import dure as dist
-from dure.testing import ProcessPool
 from tests.parallel.torch_gloo import torch_group
 
 ROWS, COLUMNS, STEPS = 12, 16, 5
@@ -56,7 +53,5 @@ def both(rank: int, folder: str, r: int) -> None:
 
 
 @pytest.mark.parametrize("r", [1, 3])
-def test_powersgd_gives_the_gradients_of_torchs_hook_2_ranks(
-    process_pool: Callable[..., ProcessPool], tmp_path: Path, r: int
-) -> None:
+def test_powersgd_gives_the_gradients_of_torchs_hook_2_ranks(process_pool, tmp_path, r):
     process_pool(2).run(both, str(tmp_path), r)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -63,13 +62,17 @@ WRITES: list[Callable[[torch.Tensor], object]] = [
 
 
 class Block(nn.Module):
-    """Keeps a tensor from its middle in `inside`, and its output in `kept`."""
+    """Keeps a tensor from its middle in `inside`, its output in `kept`. What it does is drawn."""
 
-    def __init__(self, shape: str, slope: bool) -> None:
+    def __init__(self, draw: random.Random) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.unused = nn.Parameter(torch.ones(3))
-        self.shape, self.slope = shape, slope
+        self.returned, self.taken = SHAPES[draw.choice(list(SHAPES))]
+        self.write = draw.choice([None, *WRITES])
+        self.slope, self.is_sharded = draw.random() < 0.2, draw.random() < 0.7
+        self.is_recomputed = self.is_sharded and not self.slope and draw.random() < 0.2
+        self.requires_grad_(draw.random() > 0.2)
 
     def forward(self, x: torch.Tensor) -> Any:
         self.inside = self.first(x)
@@ -77,70 +80,33 @@ class Block(nn.Module):
         if self.slope and torch.is_grad_enabled() and x.requires_grad:
             (y_by_x,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
             y = y + self.second(y_by_x)
-        self.kept = SHAPES[self.shape][0](y)
+        self.kept = self.returned(y)
         return self.kept
 
 
-@dataclass(frozen=True)
-class Program:
-    """What `Net` and a step are drawn from."""
-
-    shapes: list[str]
-    writes: list[int | None]
-    slopes: list[bool]
-    checkpoints: list[bool]
-    frozen: list[bool]
-    sharded: list[bool]
-    frees: bool | None
-    returns: str
-    losses: list[str]
-    set_to_none: bool
-
-    @classmethod
-    def drawn(cls, seed: int) -> Program:
-        draw = random.Random(seed)
-        blocks = range(draw.randint(1, 3))
-        slopes = [draw.random() < 0.2 for _ in blocks]
-        sharded = [draw.random() < 0.7 for _ in blocks]
-        return cls(
-            shapes=[draw.choice(list(SHAPES)) for _ in blocks],
-            writes=[draw.choice([None, 0, 1, 2]) for _ in blocks],
-            slopes=slopes,
-            checkpoints=[
-                own and not slope and draw.random() < 0.2
-                for own, slope in zip(sharded, slopes, strict=True)
-            ],
-            frozen=[draw.random() < 0.2 for _ in blocks],
-            sharded=sharded,
-            frees=draw.choice([None, False]),
-            returns=draw.choice(["tensor", "box", "nothing"]),
-            losses=[draw.choice(list(LOSSES)) for _ in range(STEPS)],
-            set_to_none=draw.random() < 0.5,
-        )
-
-
 class Net(nn.Module):
-    def __init__(self, program: Program) -> None:
+    """A model, and how it is sharded and trained, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self.program = program
+        draw = random.Random(seed)
         self.position = nn.Parameter(torch.randn(1, WIDTH))
-        self.blocks = nn.ModuleList(map(Block, program.shapes, program.slopes))
+        self.blocks = nn.ModuleList(Block(draw) for _ in range(draw.randint(1, 3)))
         self.head = nn.Linear(WIDTH, 2)
-        for block, frozen in zip(self.blocks, program.frozen, strict=True):
-            block.requires_grad_(not frozen)
+        self.frees, self.set_to_none = draw.choice([None, False]), draw.random() < 0.5
+        self.returns = draw.choice([lambda out: out, Box, lambda out: None])
+        self.losses = [draw.choice(LOSSES) for _ in range(STEPS)]
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.begin = x + self.position
-        program = self.program
-        each = zip(self.blocks, program.shapes, program.writes, program.checkpoints, strict=True)
-        for block, shape, write, again in each:
-            out = checkpoint(block, x, use_reentrant=False) if again else block(x)
-            x = SHAPES[shape][1](out)
-            if write is not None:
-                WRITES[write](x)
+        for block in cast(list[Any], self.blocks):
+            out = checkpoint(block, x, use_reentrant=False) if block.is_recomputed else block(x)
+            x = block.taken(out)
+            if block.write is not None:
+                block.write(x)
             self.last = x
         self.out = self.head(x)
-        return {"tensor": self.out, "box": Box(self.out), "nothing": None}[program.returns]
+        return self.returns(self.out)
 
 
 def backward_of_output(model: Net, x: torch.Tensor) -> None:
@@ -160,7 +126,8 @@ def backward_of_the_beginning(model: Net, x: torch.Tensor) -> None:
 
 def backward_of_both(model: Net, x: torch.Tensor) -> None:
     model(x)
-    inside = model.blocks[0].inside if not model.program.checkpoints[0] else model.begin
+    block: Any = model.blocks[0]
+    inside = model.begin if block.is_recomputed else block.inside
     (model.out.square().mean() + inside.square().mean()).backward()
 
 
@@ -200,26 +167,23 @@ def a_look_at_slopes(model: Net, x: torch.Tensor) -> None:
     model.out.square().mean().backward()
 
 
-LOSSES = {
-    f.__name__: f
-    for f in (
-        backward_of_output,
-        backward_of_a_feature,
-        backward_of_the_beginning,
-        backward_of_both,
-        two_backwards,
-        two_forwards,
-        penalty,
-        penalty_and_loss,
-        a_look_at_slopes,
-    )
-}
+LOSSES = [
+    backward_of_output,
+    backward_of_a_feature,
+    backward_of_the_beginning,
+    backward_of_both,
+    two_backwards,
+    two_forwards,
+    penalty,
+    penalty_and_loss,
+    a_look_at_slopes,
+]
 
 
-def made(program: Program) -> Net:
+def made(seed: int) -> Net:
     with making:
         torch.manual_seed(3)
-        return Net(program).double()
+        return Net(seed).double()
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -227,23 +191,14 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def shard(model: Net, **options: Any) -> None:
-    """Shard a model, and the blocks that the program says."""
-    program = model.program
-    for block, sharded in zip(model.blocks, program.sharded, strict=True):
-        if sharded:
-            fully_shard(block, reshard_after_forward=program.frees, **options)
-    fully_shard(model, **options)
-
-
-def gradients(program: Program, model: Net, ranks: Iterable[int]) -> list[Tensors]:
+def gradients(model: Net, ranks: Iterable[int]) -> list[Tensors]:
     """Return the gradients of each step on the batches of `ranks`."""
     found = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step, loss in enumerate(program.losses):
-        optimizer.zero_grad(program.set_to_none)
+    for step, loss in enumerate(model.losses):
+        optimizer.zero_grad(model.set_to_none)
         for rank in ranks:
-            LOSSES[loss](model, batch(step, rank))
+            loss(model, batch(step, rank))
         for parameter in model.parameters() if ranks is RANKS else ():
             if parameter.grad is not None:
                 parameter.grad /= len(RANKS)
@@ -254,19 +209,20 @@ def gradients(program: Program, model: Net, ranks: Iterable[int]) -> list[Tensor
 
 
 def test_gradients_of_random_programs_are_those_of_one_process(way: str) -> None:
-    programs = [Program.drawn(seed) for seed in PROGRAMS]
-    expected = [gradients(program, made(program), RANKS) for program in programs]
+    expected = [gradients(made(seed), RANKS) for seed in PROGRAMS]
 
     def body(rank: int) -> None:
-        for program, wanted in zip(programs, expected, strict=True):
-            model = made(program)
+        for seed, wanted in zip(PROGRAMS, expected, strict=True):
+            model = made(seed)
             with strategy(way):
-                shard(model)
+                for block in filter(lambda b: b.is_sharded, model.blocks):
+                    fully_shard(block, reshard_after_forward=model.frees)
+                fully_shard(model)
             try:
-                for found, each in zip(gradients(program, model, [rank]), wanted, strict=True):
+                for found, each in zip(gradients(model, [rank]), wanted, strict=True):
                     assert_same(found, each)
             except BaseException as error:
-                error.add_note(str(program))
+                error.add_note(f"seed {seed}: {[loss.__name__ for loss in model.losses]}")
                 raise
 
     run_ranks(len(RANKS), body)
