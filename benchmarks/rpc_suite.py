@@ -39,6 +39,7 @@ import torch
 import torch.distributed.rpc
 
 from dure.cli.machine import conditions
+from dure.errors import RpcError
 from dure.rpc.agent import RpcAgent
 from dure.rpc.codec import Codec
 from dure.rpc.current import current
@@ -164,7 +165,8 @@ NUM_LOST = 3
 class FaultyTransport:
     """Loses the first of an agent's messages of some kinds, and lets others come late.
 
-    Calls are lost with the connection that they were on; what must arrive is sent again.
+    A call that is lost was not sent, and times out at once. Reports are not lost while both
+    processes live: the first come late.
 
     Args:
         agent: Its messages.
@@ -184,12 +186,14 @@ class FaultyTransport:
         names = CALLS.get(MessageType(message.kind), set())
         if self._left and names & self._lost:
             self._left -= 1
-            self._agent.timers.at(0.0, lambda: self._agent.broken(to))
+            self._agent.timers.at(0.0, lambda: self._time_out(message))
             return
         if self._left and message.link and RESENT & self._lost:
             self._left -= 1
+            late_report = RpcMessage(MessageType.REPORT, message.sender, link=message.link)
             message.link = ()
-            self._agent.timers.at(time.monotonic() + 0.1, lambda: self._again(to))
+            when = time.monotonic() + 0.1
+            self._agent.timers.at(when, lambda: self._under.send(to, late_report, []))
         late = max((self._late.get(name, 0.0) for name in names), default=0.0)
         if late:
             when = time.monotonic() + late
@@ -197,18 +201,21 @@ class FaultyTransport:
         else:
             self._under.send(to, message, memories)
 
-    def _again(self, to: int) -> None:
-        """Send what was lost once more, as after a connection that broke."""
-        with self._agent.step():
-            self._agent.directory.again(to)
+    def _time_out(self, message: RpcMessage) -> None:
+        """End a call as its timeout would, and its references as those of an unsent message."""
+        for call in self._agent.calls.all():
+            if call.number == message.number:
+                self._agent.caller.fail(call, RpcError("RPC ran for more than set timeout"))
+        made = message.make if message.kind == MessageType.MAKE else None
+        self._agent.values.not_sent(message.body.references, made)
 
 
 class FaultyFixture(Fixture):
     """The same for the tests of an agent with faults: Dure's agent gets a `FaultyTransport`."""
 
     def get_timeout_error_regex(self) -> str:
-        """Return what the error says of a call that was late, or lost with its connection."""
-        return "RPC ran for more than|may have run"
+        """Return what the error says of a call that was late or lost."""
+        return "RPC ran for more than"
 
     def setup_fault_injection(
         self, faulty_messages: list[str] | None, messages_to_delay: dict[str, float] | None

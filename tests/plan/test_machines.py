@@ -17,7 +17,7 @@ def test_hardware_has_sources_and_plausible_figures():
 @pytest.mark.parametrize(
     ("content", "seen"),
     [
-        (b"x = 1\ny = " + b"[" * 100_000, "at line 2"),
+        (b"x = 1\ny = " + b"[" * 100_000, "nested too deeply"),
         (b"gpu = 3", "does not describe GPUs"),
         (b"[gpu.a]\nkind = =", "at line 2, column 8"),
         (b"\xff", "utf-8"),

@@ -1,4 +1,4 @@
-"""Several RPC workers in one process, with a simulated network that tests can hold and cut.
+"""Several RPC workers in one process, with a simulated network that tests can hold.
 
     with Cluster(3) as cluster:
         with cluster.on(0):
@@ -26,7 +26,7 @@ import torch
 from dure.errors import PeerLost
 from dure.rpc.agent import RpcAgent
 from dure.rpc.current import using
-from dure.rpc.message import Completion, Receiver, RpcMessage, Waiter, Work
+from dure.rpc.message import Completion, RpcMessage, Work
 from dure.rpc.names import WorkerInfo
 
 __all__ = ["Cluster", "LocalTransport", "Network"]
@@ -51,7 +51,7 @@ class Network:
         self._held: dict[tuple[int, int], list[Event]] = {}
 
     def hold(self, sender: int, receiver: int) -> None:
-        """Hold all messages in one direction until `release` or `cut`."""
+        """Hold all messages in one direction until `release`."""
         with self.lock:
             self._held.setdefault((sender, receiver), [])
 
@@ -60,14 +60,6 @@ class Network:
         with self.lock:
             for event in self._held.pop((sender, receiver), []):
                 self.transports[receiver].deliver(event)
-
-    def cut(self, one: int, other: int) -> None:
-        """Break and restore a connection: held messages are lost, and both ends are notified."""
-        with self.lock:
-            for at, of in ((one, other), (other, one)):
-                self._held.pop((at, of), None)
-                transport = self.transports[at]
-                transport.deliver((False, partial(transport.receiver.broken, of)))
 
     def kill(self, id: int, how: str = "signal 9 (SIGKILL)") -> None:
         """Stop a process, and notify all others of its death."""
@@ -112,7 +104,7 @@ class LocalTransport:
         self._open = True
         network.transports[id] = self
 
-    def start(self, receiver: Receiver) -> None:
+    def start(self, receiver: RpcAgent) -> None:
         """Start to receive; no call is refused."""
         for id in self.network.transports:
             receiver.joined(id, f"worker{id}")
@@ -131,14 +123,13 @@ class LocalTransport:
         """Return a new ticket."""
         return _Ticket()
 
-    def complete(self, ticket: Waiter) -> None:
+    def complete(self, ticket: _Ticket) -> None:
         """Complete a ticket, and wake the threads that wait for it."""
-        assert isinstance(ticket, _Ticket)
         with self._bell:
             ticket.done = True
             self._bell.notify_all()
 
-    def wait(self, ticket: Waiter, seconds: float = inf) -> bool:
+    def wait(self, ticket: _Ticket, seconds: float = inf) -> bool:
         """Wait for a ticket, and process messages during the wait."""
         runs = getattr(self._here, "runs", False)
         if runs:
@@ -195,7 +186,7 @@ class LocalTransport:
         while self._open:
             self._next(time.monotonic() + 60.0, _Ticket())
 
-    def _next(self, until: float, ticket: _Ticket | Waiter) -> bool:
+    def _next(self, until: float, ticket: _Ticket) -> bool:
         """Process an event; False if the ticket is done, the time is over, or this has stopped."""
         with self._bell:
             while self._open and not ticket.done and not self._inbox:
@@ -251,7 +242,7 @@ class Cluster:
     ) -> None:
         self.network = Network(random)
         infos = [WorkerInfo(f"worker{id}", id) for id in range(size)]
-        transports = [LocalTransport(self.network, id, slots) for id in range(size)]
+        transports: list[Any] = [LocalTransport(self.network, id, slots) for id in range(size)]
         self.agents = [
             RpcAgent(info, transport, **how)
             for info, transport in zip(infos, transports, strict=True)

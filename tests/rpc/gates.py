@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from dure.rpc import api
+from dure.rpc.agent import RpcAgent
 from tests.rpc.cluster import Cluster as Workers
 from tests.waiting import PATIENCE_S
 
@@ -36,6 +37,12 @@ class Cluster(Workers):
     def __exit__(self, *error: Any) -> None:
         Gate.open.set()
         super().__exit__(*error)
+
+
+def held(agent: RpcAgent) -> bool:
+    """Whether others hold values of a worker, or it holds values of others."""
+    agent.values.forget_gone()
+    return any(agent.values.counts[:3])
 
 
 def wait_at_gate(value: Any = None) -> Any:

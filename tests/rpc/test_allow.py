@@ -68,17 +68,16 @@ def test_tensors_and_references_arrive_anywhere_in_plain_values() -> None:
     assert (lone.tolist(), reference) == ([1.0], "reference")
 
 
-def test_a_list_that_contains_itself_arrives() -> None:
+def test_a_list_that_contains_itself_is_refused() -> None:
     circle: list[Any] = [1]
     circle.append(circle)
-    (got,) = arrive(circle)
-    assert got[1] is got
+    with pytest.raises(RpcError, match=REFUSED):
+        arrive(circle)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_tensors_without_memory_and_compressed_ones_arrive() -> None:
-    meta, csr = arrive(torch.empty(2, device="meta"), torch.eye(2).to_sparse_csr())
-    assert (meta.device.type, meta.shape, csr.layout) == ("meta", (2,), torch.sparse_csr)
+def test_tensors_without_memory_arrive() -> None:
+    (meta,) = arrive(torch.empty(2, device="meta"))
+    assert (meta.device.type, meta.shape) == ("meta", (2,))
 
 
 class Forged:
@@ -91,7 +90,7 @@ class Forged:
         return self.reduced
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize", "ignore:TypedStorage")
+@pytest.mark.filterwarnings("ignore:.*quantize", "ignore:TypedStorage", "ignore:Sparse")
 @pytest.mark.parametrize(
     "make",
     [
@@ -115,6 +114,7 @@ class Forged:
         lambda: torch.Size([2]),
         lambda: torch.nn.Linear(1, 1),
         lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.5, 2, torch.quint8),
+        lambda: torch.eye(2).to_sparse_csr(),
         lambda: _again("worker1", "cpu", cast("Any", None)),  # a RemoteModule
         lambda: 8j,
         lambda: value_type,  # RPC itself calls it, but no pickle names it

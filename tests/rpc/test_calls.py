@@ -1,4 +1,4 @@
-"""Calls that are under way: futures, timeouts, room for more."""
+"""Calls that are under way: futures and timeouts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 from dure.errors import RpcError
 from dure.rpc import api
-from dure.rpc import calls as module
+from dure.rpc.caller import MADE
+from dure.rpc.links import Numbered
 from dure.rpc.message import MessageType, RpcMessage
-from tests.rpc.gates import Cluster, Gate, add, fail, relay, wait_at_gate
+from tests.rpc.gates import Cluster, Gate, add, fail, wait_at_gate
 from tests.waiting import PATIENCE_S, until
 
 
@@ -100,12 +101,13 @@ def test_an_answer_of_another_worker_than_the_callee_is_not_taken() -> None:
         future = api.rpc_async("worker1", wait_at_gate, (5,))
         Gate.wait_for()
         (call,) = agent.calls.all()
-        for kind, made in (
+        report = Numbered(1, bytes((MADE,)) + call.number.to_bytes(8))
+        for kind, link in (
             (MessageType.ANSWER, ()),
             (MessageType.ERROR, ()),
-            (MessageType.RELIABLE, (call.number,)),
+            (MessageType.REPORT, (report,)),
         ):
-            forged = RpcMessage(kind, 2, call.number, made=made)
+            forged = RpcMessage(kind, 2, call.number, link=link)
             cluster.agents[2].transport.send(0, forged, ())
         assert api.rpc_sync("worker2", add, (1, 1)) == 2  # what came before it was read
         assert not future.done()
@@ -142,39 +144,3 @@ def test_futures_raise_what_calls_raise(function: Callable[[], None]) -> None:
             with pytest.raises(type(raised.value), match=r"in a slot|invalid syntax") as again:
                 future.wait()
             assert str(again.value) == str(raised.value)
-
-
-def test_the_program_waits_when_too_much_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
-    done = list[int]()
-    with Cluster(2) as cluster:
-
-        def work() -> None:
-            with cluster.on(0):
-                for n in range(3):
-                    api.rpc_async("worker1", wait_at_gate, (b"x" * 400,))
-                    done.append(n)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        Gate.wait_for(2)
-        until(lambda: cluster.agents[0].directory.reach(1).blocked, "the program to wait")
-        assert done == [0, 1]
-        with cluster.on(1):  # answers, and calls of calls, do not wait
-            assert api.rpc_sync("worker0", relay, (["worker1"], 0))[1] == ("worker1", 1)
-        Gate.open.set()
-        thread.join()
-        assert done == [0, 1, 2]
-
-
-def test_a_call_waits_for_room_no_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
-    with Cluster(2) as cluster, cluster.on(0):
-        first = api.rpc_async("worker1", wait_at_gate, (b"x" * 900,), timeout=0)
-        Gate.wait_for()
-        with pytest.raises(RpcError, match="set timeout"):
-            api.rpc_sync("worker1", wait_at_gate, (b"x" * 400,), timeout=0.05)
-        assert not cluster.agents[0].directory.reach(1).blocked
-        assert not first.done()
-        Gate.open.set()
-        first.wait()

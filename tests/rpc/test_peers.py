@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dure.errors import RendezvousError
-from dure.rpc.peers import PeerAddress, Peers, _Event
+from dure.rpc.peers import PeerAddress, Peers
 from dure.store import HashStore
 from dure.store.builds import Build, own_build
 from dure.store.identity import Identity, myself, start_of
@@ -134,46 +134,3 @@ def test_who_joins_is_told_of_those_that_are_gone() -> None:
     ]
     a.close()
     c.close()
-
-
-def come_and_go(store: HashStore, times: int) -> None:
-    for number in range(times):
-        Peers.join(store, peer(f"guest{number}")).close()
-
-
-def test_the_store_does_not_grow_with_those_who_come_and_go() -> None:
-    store = HashStore()
-    host = Peers.join(store, peer("host"))
-    sizes = list[int]()
-    for _ in range(3):
-        come_and_go(store, 70)
-        sizes.append(store.num_keys())
-    assert max(sizes) <= 1 + 2 * 64
-    late = Peers.join(store, peer("late"))
-    assert late.own_id == 211
-    assert [each.name for each in late.all()] == ["host", "late"]
-    assert host.named("late") == late.me
-    with pytest.raises(RendezvousError):
-        Peers.join(store, peer("host"))
-
-
-def test_who_was_behind_is_told_what_is_so_now() -> None:
-    store = HashStore()
-    first = Peers.join(store, peer("first"))
-    second = Peers.join(store, peer("second"))
-    first.named("second")
-    come_and_go(store, 10)
-    second.close()
-    last = Peers.join(store, peer("last"))
-    come_and_go(store, 100)
-    before = store.list_keys()
-    first._append(_Event(gone=5, how="signal 9"))  # where events were removed
-    assert store.list_keys() == before
-    assert first.find(last.own_id) == last.me
-    assert [each.name for each in first.all()] == ["first", "last"]
-    seen = told(first)
-    gone = {seen.get(timeout=PATIENCE_S)[1] for _ in range(111)}
-    assert gone == set(range(1, 113)) - {last.own_id}
-    assert seen.get(timeout=PATIENCE_S) == ("joined", last.own_id, "last")
-    assert [each.name for each in Peers.join(store, peer("new")).all()] == ["first", "last", "new"]
-    first.close()

@@ -1,29 +1,22 @@
-"""Calls in `dure trace`: who waits for whom, how often, and for how long calls wait."""
+"""Calls in `dure trace`: who waits for whom, and how often."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from dure.cli.trace import merge
 from dure.errors import PeerLost
 from dure.rpc import api
-from dure.trace import dump, record_steps
+from dure.trace import dump
 from dure.trace.calls import calls
 from dure.trace.findings import study
 from dure.trace.merging import read
 from tests.rpc.gates import Cluster, Gate, fail, wait_at_gate
-from tests.waiting import until
 
 
 def plus(a: int, b: int) -> int:
     return a + b
-
-
-def doubled(n: int) -> int:
-    return 2 * n
 
 
 def held() -> None:
@@ -54,26 +47,6 @@ def test_who_waits_for_whom_and_how_often_they_called(tmp_path: Path) -> None:
     assert (found[0, 1, "plus"].num_calls, found[0, 1, "plus"].num_running) == (2, 0)
     assert (found[0, 1, "relayed"].num_calls, found[0, 1, "relayed"].num_running) == (1, 1)
     assert 0 < found[0, 1, "plus"].mean_ms <= found[0, 1, "plus"].max_ms
-    assert found[0, 1, "plus"].queued_ms is None
-
-
-def test_how_long_calls_wait_for_a_thread(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with record_steps(), Cluster(2) as cluster, cluster.on(0):
-        for n in range(5):
-            assert api.rpc_sync("worker1", doubled, (n,)) == 2 * n
-        until(lambda: cluster.agents[1].activity()[1] == 0, "the last call to be noted")
-        dump(tmp_path)
-    merge(tmp_path, output=tmp_path / "timeline", as_json=False, last=10)
-    shown = capsys.readouterr().out
-    assert "Remote calls" in shown
-    (found,) = [each for each in calls(read(tmp_path)) if each.function == "doubled"]
-    assert found.num_calls == 5
-    assert found.queued_ms is not None
-    assert 0 <= found.queued_ms < found.max_ms
-    events = json.loads((tmp_path / "timeline").read_text())["traceEvents"]
-    assert len([e for e in events if e.get("cat") == "calls" and e["name"] == "doubled"]) == 5
 
 
 def test_a_lost_callee_is_how_a_call_ended(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dure.rpc import api
 from dure.rpc.allow import Allowed
 from dure.rpc.functions import async_execution
 from dure.rpc.rref import RRef
-from tests.rpc.gates import Cluster, Gate, add, wait_at_gate
+from tests.rpc.gates import Cluster, Gate, add, held, wait_at_gate
 from tests.waiting import PATIENCE_S, until
 
 
@@ -64,8 +64,8 @@ def freed(cluster: Cluster) -> None:
     """Wait until no worker refers to another's value, and none keeps its own for that."""
     gc.collect()  # once: what tests drop is in no circle, but for errors that pytest has caught
     until(
-        lambda: not any(agent.held() for agent in cluster.agents),
-        lambda: str([agent.held() for agent in cluster.agents]),
+        lambda: not any(map(held, cluster.agents)),
+        lambda: str([*map(held, cluster.agents)]),
     )
     settled(cluster)
 
@@ -102,15 +102,10 @@ def test_it_is_waited_for_though_it_is_not_made_yet() -> None:
         assert [future.wait() for future in futures] == [10, 10, 10]
 
 
-@pytest.mark.parametrize("breaks", [False, True], ids=["death", "connection, then death"])
-def test_a_value_whose_owner_dies_while_it_makes_it_is_lost_with_its_owner(breaks: bool) -> None:
+def test_a_value_whose_owner_dies_while_it_makes_it_is_lost_with_its_owner() -> None:
     with Cluster(3) as cluster, cluster.on(0) as agent:
         rref = api.remote("worker1", wait_at_gate, (5,))
         Gate.wait_for()
-        if breaks:
-            cluster.network.cut(0, 1)
-            with pytest.raises(RpcError, match="may have run"):
-                rref._get_future().wait()
         cluster.network.kill(1)
         until(lambda: agent.lost(1), "the death")
         for use in (
@@ -132,24 +127,26 @@ def test_a_reference_that_was_guessed_or_dropped_is_not_answered() -> None:
             api.rpc_sync("worker2", keep, (secret,))
         try:
             with cluster.on(0) as agent:
-                for guess in (secret._ref, (2, 1), (0, 99)):
-                    with pytest.raises(RpcError, match=r"holds no reference|set timeout"):
+                for guess in ((1, 1), (2, 1), (0, 99)):
+                    with pytest.raises(RpcError, match=r"no such reference|set timeout"):
                         agent.caller.fetch(guess, owner.me, 0.05)
             assert owner.debug_info()["num_owner_rrefs"] == "1"
             with cluster.on(2):
                 assert kept_value() == "secret"
         finally:
             let_go()
+        ref = secret._ref
+        del secret
         freed(cluster)
-        with cluster.on(2) as agent, pytest.raises(RpcError, match="holds no reference"):
-            agent.caller.fetch(secret._ref, owner.me, PATIENCE_S)
+        with cluster.on(2) as agent, pytest.raises(RpcError, match="no such reference"):
+            agent.caller.fetch(ref, owner.me, PATIENCE_S)
 
 
 def newest_kept_value() -> Any:
     return kept[-1].to_here()
 
 
-def test_a_fetch_that_overtakes_the_hold_waits_for_it() -> None:
+def test_a_fetch_that_overtakes_the_hold_is_answered() -> None:
     with Cluster(3) as cluster:
         late = list[Callable[[], None]]()
         plain = cluster.network.send
@@ -168,10 +165,8 @@ def test_a_fetch_that_overtakes_the_hold_waits_for_it() -> None:
                 cluster.network.send = send
                 api.rpc_sync("worker0", keep, (kept[0],))
                 until(lambda: late, "the hold")
-                future = api.rpc_async("worker0", newest_kept_value)
-                until(lambda: cluster.agents[1].directory.reach(0).deferred, "the fetch")
+                assert api.rpc_sync("worker0", newest_kept_value) == 7
                 late[0]()
-                assert future.wait() == 7
         finally:
             let_go()
         del rref
@@ -211,27 +206,6 @@ def test_a_value_lives_as_long_as_somebody_refers_to_it() -> None:
             freed(cluster)
         finally:
             kept.clear()
-
-
-def test_a_broken_connection_loses_no_reference_that_arrived_and_keeps_none_that_did_not() -> None:
-    with Cluster(2) as cluster, cluster.on(0):
-        made = api.remote("worker1", add, (1, 1))
-        assert made.to_here() == 2
-        rref = RRef(3)
-        cluster.network.hold(0, 1)
-        lost = api.rpc_async("worker1", keep, (rref,))
-        never = api.remote("worker1", add, (2, 2))
-        cluster.network.cut(0, 1)
-        with pytest.raises(RpcError, match="may have run"):
-            lost.wait()
-        with pytest.raises(RpcError, match="may have run"):
-            never._get_future().wait()
-        with pytest.raises(RpcError, match="RRef creation"):
-            never.to_here()
-        assert made.to_here() == 2
-        assert not kept
-        del made, rref, lost, never
-        freed(cluster)
 
 
 def test_a_reference_is_of_no_use_outside_of_messages_and_after_the_end() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 import zmq
 
 from dure.rpc import sockets
-from dure.rpc.sockets import Assembly, SocketReceiver, Sockets, frames_of
-from dure.store.address import is_refused, resolve
+from dure.rpc.sockets import Assembly, Sockets, frames_of
+from dure.store.address import resolve
 from dure.store.listener import listen
 from dure.store.silence import ListeningClock
 from dure.store.wire import MAX_FRAME_BYTES
@@ -59,69 +59,54 @@ def test_frames_that_continue_nothing_are_refused() -> None:
             assembly.take(wrong)
 
 
-class Lost(SocketReceiver):
-    """Notes which processes cannot be reached."""
+class Noted:
+    """Notes what is reported, in order."""
 
     def __init__(self) -> None:
-        self.peers: list[int] = []
+        self.events: list[object] = []
 
-    def message(self, sender: int, body: bytes, memories: list[torch.Tensor]) -> None:
-        raise AssertionError("nobody sends anything")
-
-    def broken(self, peer: int) -> None:
-        raise AssertionError("no connection was open")
+    def receive(self, body: bytes, memories: Sequence[torch.Tensor], sender: int) -> None:
+        self.events.append(bytes(body))
 
     def unreachable(self, peer: int) -> None:
-        self.peers.append(peer)
+        self.events.append("unreachable")
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sockets]:
-    """Sockets that look for others for as long as a host may be silent."""
-    monkeypatch.setenv("DURE_SILENCE", "3600")
-    monkeypatch.setattr(sockets, "_REFUSED_S", 0.0)
-    made = Sockets(listen(resolve("127.0.0.1", 0)), None, "world")
+def noted() -> Noted:
+    return Noted()
+
+
+def started(noted: Noted, unreachable_s: float) -> Sockets:
+    made = Sockets(listen(resolve("127.0.0.1", 0)), None, "world", unreachable_s)
+    made.start(0, noted.receive, noted.unreachable)
+    return made
+
+
+@pytest.fixture
+def opened(noted: Noted) -> Iterator[Sockets]:
+    """Sockets of process 0, which look for others without end."""
+    made = started(noted, 3600.0)
     yield made
     made.close()
 
 
-def test_a_process_of_another_host_is_not_looked_for_where_nobody_listens(opened: Sockets) -> None:
-    lost = Lost()
-    opened.start(0, lost)
+def test_a_process_of_another_host_that_does_not_answer_is_unreachable(noted: Noted) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
-    opened.send(1, f"tcp://127.0.0.1:{port}", False, b"", ())
-    until(lambda: lost.peers == [1], "a process that is found to be gone")
+    made = started(noted, 0.2)
+    try:
+        made.send(1, f"tcp://127.0.0.1:{port}", False, b"", ())
+        until(lambda: noted.events == ["unreachable"], "a process that is found to be gone")
+    finally:
+        made.close()
 
 
-def test_a_process_of_another_host_that_is_busy_is_looked_for_as_long_as_hosts_may_be_silent(
-    opened: Sockets, monkeypatch: pytest.MonkeyPatch
+def test_processes_are_looked_for_again_after_a_pause_of_this_one(
+    opened: Sockets, noted: Noted
 ) -> None:
-    asked = threading.Event()
-
-    def ask(endpoint: str) -> bool:
-        asked.set()
-        return is_refused(endpoint)
-
-    monkeypatch.setattr(sockets, "is_refused", ask)
-    lost = Lost()
-    opened.start(0, lost)
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        busy.settimeout(PATIENCE_S)
-        opened.send(1, f"tcp://127.0.0.1:{busy.getsockname()[1]}", False, b"", ())
-        busy.accept()[0].close()  # so that another attempt is made
-        assert asked.wait(PATIENCE_S)
-        busy.accept()[0].close()
-        busy.accept()[0].close()
-        assert lost.peers == []
-    (way,) = opened._connections.values()
-    assert opened._patience_s(way) == 3600
-
-
-def test_processes_are_looked_for_again_after_a_pause_of_this_one(opened: Sockets) -> None:
-    late, lost = [0.0], Lost()
+    late = [0.0]
     opened._clock = ListeningClock(lambda: time.monotonic() + late[0])
-    opened.start(0, lost)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         busy.settimeout(PATIENCE_S)
         opened.send(1, f"tcp://127.0.0.1:{busy.getsockname()[1]}", False, b"", ())
@@ -129,26 +114,10 @@ def test_processes_are_looked_for_again_after_a_pause_of_this_one(opened: Socket
         late[0] = 2 * 3600.0  # so long this process is paused, more than another may be silent
         for _ in range(3):
             busy.accept()[0].close()
-        assert lost.peers == []
+        assert noted.events == []
 
 
 # --- a connection that breaks while an answer is on its way back ----------------------------------
-
-
-class Noted(SocketReceiver):
-    """Notes what is reported, in order."""
-
-    def __init__(self) -> None:
-        self.events: list[object] = []
-
-    def message(self, sender: int, body: bytes, memories: list[torch.Tensor]) -> None:
-        self.events.append(bytes(body))
-
-    def broken(self, peer: int) -> None:
-        self.events.append("broken")
-
-    def unreachable(self, peer: int) -> None:
-        self.events.append("unreachable")
 
 
 class Peer:
@@ -185,61 +154,53 @@ class Peer:
 
 
 @pytest.fixture
-def noted() -> Noted:
-    return Noted()
-
-
-@pytest.fixture
 def peer(opened: Sockets, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
     monkeypatch.setattr(sockets, "_FINISH_S", 2.0 * PATIENCE_S)
-    opened.start(0, noted)
     with zmq.Context[zmq.Socket[bytes]]() as context:
         made = Peer(context, opened, noted)
         yield made
         made.close()
 
 
-def test_an_answer_is_read_before_the_break_of_the_connection_that_led_to_its_sender(
-    peer: Peer, noted: Noted
+def end_the_wait(opened: Sockets) -> None:
+    """Let the time be over after which a break is reported."""
+    until(lambda: opened._broken, "a break")
+    opened._post(lambda: opened._broken.update({1: 0.0}))
+
+
+def test_an_answer_is_read_before_the_report_that_the_connection_to_its_sender_broke(
+    opened: Sockets, peer: Peer, noted: Noted
 ) -> None:
     peer.greet()
     peer.close_what_leads_to_it()
     peer.answer(b"last")
-    peer.close()
-    until(lambda: "broken" in noted.events, "a report of the break")
-    assert noted.events[:3] == [b"first", b"last", "broken"]
-
-
-def test_the_first_answer_of_a_peer_that_leaves_is_read_before_the_break(
-    opened: Sockets, peer: Peer, noted: Noted
-) -> None:
-    port = int(opened.endpoint.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port)):
-        until(lambda: opened._guarded.num_joining > 0, "a connection that may be the peer's")
-        peer.close_what_leads_to_it()
-        peer._dealer.connect(opened.endpoint)
-        peer._dealer.send(sockets._HELLO + sockets._pack(sockets._Hello("world", 1)))
-        peer.answer(b"only")
-        until(lambda: b"only" in noted.events, "the answer")
-    peer.close()
-    until(lambda: "broken" in noted.events, "a report of the break")
-    assert noted.events[:2] == [b"only", "broken"]
-
-
-def test_a_peer_that_has_died_is_reported_without_waiting(peer: Peer, noted: Noted) -> None:
-    peer.greet()
-    peer.close()
-    until(lambda: "broken" in noted.events, "a report of the break, before the limit")
-
-
-def test_a_connection_that_broke_alone_is_reported_at_the_limit_and_drops_what_waits(
-    opened: Sockets, peer: Peer, noted: Noted
-) -> None:
-    peer.greet()
-    peer.close_what_leads_to_it()
+    until(lambda: b"last" in noted.events, "the last answer")
     (way,) = opened._connections.values()
     opened.send(1, way.endpoint, False, b"sent into the break", ())
-    opened._post(lambda: opened._broken.update({way: 0.0}))
-    until(lambda: "broken" in noted.events, "a report of the break")
-    assert noted.events[:2] == [b"first", "broken"]
-    assert not way.queue
+    end_the_wait(opened)
+    until(lambda: len(noted.events) > 2, "a report of the break")
+    assert noted.events == [b"first", b"last", "unreachable"]
+    assert not way.open  # it is not opened again
+
+
+def test_the_end_of_the_connection_from_a_peer_is_a_break(
+    opened: Sockets, peer: Peer, noted: Noted
+) -> None:
+    peer.greet()
+    peer._dealer.close()
+    end_the_wait(opened)
+    until(lambda: len(noted.events) > 1, "a report of the break")
+    assert noted.events == [b"first", "unreachable"]
+
+
+def test_the_break_of_a_peer_that_is_known_to_be_gone_is_not_reported(
+    opened: Sockets, peer: Peer, noted: Noted
+) -> None:
+    peer.greet()
+    gone = threading.Event()
+    opened.finish(1, gone.set)
+    peer.close()
+    assert gone.wait(PATIENCE_S)
+    opened.forget(1)
+    until(lambda: not opened._connections, "the connection to be forgotten")
+    assert (noted.events, opened._broken) == ([b"first"], {})

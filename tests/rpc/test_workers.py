@@ -7,13 +7,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from dure import native
-from dure.rpc import workers as module
 from dure.rpc.message import Completion
 from dure.rpc.workers import Workers
 from tests.waiting import PATIENCE_S, until
@@ -24,18 +24,13 @@ pytestmark = pytest.mark.needs("engine")
 @contextmanager
 def serving(
     functions: dict[bytes, Callable[[Workers], None]], slots: int, *gates: threading.Event
-) -> Iterator[tuple[Workers, native.Inbox, list[str]]]:
+) -> Iterator[tuple[Workers, native.Inbox]]:
     """Run functions by name; `gates` are opened at the end, also of a test that fails."""
-    inbox, refused = native.Inbox(), list[str]()
-
-    def sort(message: bytes) -> Callable[..., None]:
-        function = functions[message]
-        return lambda *error: refused.append(str(error[0])) if error else function(made)
-
-    made = Workers(inbox, sort, slots)
+    inbox = native.Inbox()
+    made = Workers(inbox, lambda message: partial(functions[message], made), slots)
     made.start()
     try:
-        yield made, inbox, refused
+        yield made, inbox
     finally:
         for gate in gates:
             gate.set()
@@ -56,7 +51,7 @@ def test_no_more_run_than_there_are_slots_and_all_run() -> None:
             most[0] -= 1
             done.append(1)
 
-    with serving({b"call": call}, 3, go) as (workers, inbox, _):
+    with serving({b"call": call}, 3, go) as (workers, inbox):
         for _ in range(10):
             inbox.post(b"call")
         until(lambda: sum(workers.counts[:2]) == 10, "all calls to come")
@@ -72,28 +67,11 @@ def test_an_error_that_nobody_caught_ends_no_thread(caplog: pytest.LogCaptureFix
     def bad(_: Workers) -> None:
         raise ValueError("nobody caught it")
 
-    with serving({b"bad": bad, b"good": lambda _: ran.set()}, slots=1) as (_, inbox, _):
+    with serving({b"bad": bad, b"good": lambda _: ran.set()}, slots=1) as (_, inbox):
         inbox.post(b"bad")
         inbox.post(b"good")
         assert ran.wait(PATIENCE_S)
         until(lambda: "nobody caught it" in caplog.text)  # another thread may log it later
-
-
-def test_too_many_threads_that_wait_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_THREADS", 4)
-    end = threading.Event()
-
-    def waiting(workers: Workers) -> None:
-        assert workers.step_aside()
-        end.wait()
-        workers.step_back()
-
-    with serving({b"waiting": waiting}, 1, end) as (_, inbox, refused):
-        for _ in range(4):
-            inbox.post(b"waiting")
-        until(lambda: len(refused) == 1)
-        assert "too many calls wait" in refused[0]
-        end.set()
 
 
 def test_calls_compute_with_as_many_threads_as_the_program_has_set() -> None:
@@ -109,7 +87,7 @@ def test_calls_compute_with_as_many_threads_as_the_program_has_set() -> None:
     before, wanted = torch.get_num_threads(), (os.cpu_count() or 1) + 1
     torch.set_num_threads(wanted)
     try:
-        with serving({b"call": call}, slots=1) as (_, inbox, _):
+        with serving({b"call": call}, slots=1) as (_, inbox):
             inbox.post(b"call")
             until(lambda: bool(seen))
     finally:
@@ -125,7 +103,7 @@ def test_what_completes_a_future_needs_no_slot() -> None:
         if done.wait(PATIENCE_S):
             went_on.set()
 
-    with serving({b"call": call}, slots=1) as (workers, inbox, _):
+    with serving({b"call": call}, slots=1) as (workers, inbox):
         inbox.post(b"call")
         until(lambda: workers.counts[0] == 1)
         inbox.post(b"call")

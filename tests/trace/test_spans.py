@@ -6,15 +6,12 @@ from dure.trace import spans
 from dure.trace.spans import Span, SpanRecorder
 
 
-def test_recorder_listens_while_it_has_users_and_keeps_the_last():
+def test_recorder_listens_until_it_is_stopped_and_keeps_the_last():
     recorder = SpanRecorder(capacity=2)
     recorder.start()
-    recorder.start()
     try:
-        for at in (3, 1, 2):
+        for at in (3, 1, 2, 0):
             spans.emit(Span(name=str(at), global_rank=7, start_ns=at))
-        recorder.stop()
-        spans.emit(Span(name="0", global_rank=7))
     finally:
         recorder.stop()
     spans.emit(Span(name="9", global_rank=7, start_ns=9))

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from dure.trace.events import State
-from dure.trace.findings import study
 from dure.trace.merging import read
 from dure.trace.timeline import timeline
 from tests.trace.made_up import record, write
@@ -18,8 +17,6 @@ BY_PHASE = {
     "X": {"cat": str, "ts": float, "dur": float, "args": dict},
     "b": {"cat": str, "ts": float, "id": str, "args": dict},
     "e": {"cat": str, "ts": float, "id": str},
-    "s": {"cat": str, "ts": float, "id": str},
-    "f": {"cat": str, "ts": float, "id": str, "bp": str},
 }
 
 
@@ -39,7 +36,7 @@ def events(tmp_path):
             ],
         )
     flight = read(tmp_path)
-    made = json.loads(json.dumps(timeline(flight, study(flight).groups)))
+    made = json.loads(json.dumps(timeline(flight)))
     assert set(made) == {"traceEvents", "displayTimeUnit"} and made["displayTimeUnit"] in (
         "ms",
         "ns",
@@ -61,19 +58,3 @@ def test_slices_of_a_track_do_not_overlap(events):
         assert len(slices) == 3
         running = slices[1]
         assert running == pytest.approx((2000 + 100 * pid, 9_997_000 - 100 * pid)), "up to the dump"
-
-
-def test_an_arrow_leads_from_the_last_to_arrive_to_who_waited(events):
-    starts = {e["id"]: e for e in events if e["ph"] == "s"}
-    ends = {e["id"]: e for e in events if e["ph"] == "f"}
-    assert starts.keys() == ends.keys() and len(starts) == 1
-    for name, start in starts.items():
-        assert (start["pid"], ends[name]["pid"]) == (1, 0)
-        assert start["ts"] <= ends[name]["ts"]
-        for arrow in (start, ends[name]):
-            assert any(
-                e["ph"] == "X"
-                and (e["pid"], e["tid"]) == (arrow["pid"], arrow["tid"])
-                and e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"]
-                for e in events
-            ), "an arrow ends on a slice"

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from dure.trace.findings import study
 from dure.trace.merging import read
 from dure.trace.spans import BUCKETS, MODULES, WAITS, Span
 from dure.trace.timeline import timeline
@@ -35,7 +34,7 @@ def drawn(folder: Path, *found: Span) -> dict[str, Any]:
     calls = [record(0, n, async_op=True, start_ns=n * MS + 50_000) for n in (1, 2, 3)]
     write(folder, 0, calls, {"spans": msgspec.to_builtins(found)})
     flight = read(folder)
-    events = timeline(flight, study(flight).groups)["traceEvents"]
+    events = timeline(flight)["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     return {
         e["name"]: e | {"track": tracks[e["tid"]], "end": round(e["ts"] + e["dur"])}

@@ -52,7 +52,7 @@ def merge(
     findings = study(flight)
     if output is not None:
         try:
-            output.write_text(json.dumps(timeline(flight, findings.groups)))
+            output.write_text(json.dumps(timeline(flight)))
         except OSError as error:
             raise UsageError(f"{output} cannot be written", seen=str(error)) from None
     if as_json:
@@ -188,7 +188,7 @@ def _print_late_ranks(console: Console, findings: FlightFindings) -> None:
 
 
 def _print_calls(console: Console, flight: Flight) -> None:
-    heads = ("caller", "callee", "function", "calls", "mean", "at most", "queued")
+    heads = ("caller", "callee", "function", "calls", "mean", "at most")
     table = _table("Remote calls", *heads)
     for each in calls(flight)[:_MOST_CALLS]:
         table.add_row(
@@ -198,7 +198,6 @@ def _print_calls(console: Console, flight: Flight) -> None:
             f"{each.num_calls}" + (f", {each.num_running} under way" if each.num_running else ""),
             f"{each.mean_ms:.3g} ms",
             f"{each.max_ms:.3g} ms",
-            "" if each.queued_ms is None else f"{each.queued_ms:.3g} ms",
         )
     if table.rows:
         console.print(table)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import UsageError
-from dure.trace.plain_files import nested_at, read_plain
+from dure.trace.plain_files import read_plain
 
 __all__ = ["Gpu", "Machine", "find_gpu", "gpus", "unknown"]
 
@@ -151,12 +151,11 @@ def _read(text: str, where: str) -> dict[str, Gpu]:
         tables: dict[str, dict[str, Any]] = tomllib.loads(text).get("gpu", {})
         found = {name.lower(): Gpu(name=name, **table) for name, table in tables.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        line = text.count("\n", 0, nested_at(text)) + 1
         deep = isinstance(error, RecursionError)
         raise UsageError(
             f"{where} does not describe GPUs",
             op=_OP,
-            seen=f"nested too deeply (at line {line})" if deep else str(error),
+            seen="nested too deeply" if deep else str(error),
             fix="The form is in docs/plan.md.",
         ) from None
     for gpu in found.values():

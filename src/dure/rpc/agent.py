@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.errors import PeerLost, RpcError
+from dure.errors import PeerLost
 from dure.rpc.allow import Allowed
 from dure.rpc.autograd.backward import Contexts
 from dure.rpc.callee import Callee
@@ -32,7 +32,6 @@ from dure.rpc.message import (
     MessageType,
     Received,
     RpcMessage,
-    Transport,
     Work,
 )
 from dure.rpc.names import WorkerInfo
@@ -41,12 +40,14 @@ from dure.rpc.recording import Recorder
 from dure.rpc.references import RefId
 from dure.rpc.termination import Gatherings
 from dure.rpc.timers import Timers
-from dure.rpc.values import TOPIC, Value, Values
+from dure.rpc.values import Value, Values
+
+if TYPE_CHECKING:
+    from dure.rpc.transport import HostTransport
 
 __all__ = ["RpcAgent"]
 
 _CALLS = frozenset({MessageType.CALL, MessageType.MAKE, MessageType.FETCH})
-_NO_CONTEXT = nullcontext()
 _WITHOUT_FINALIZERS = frozenset({None, type(None), bool, int, float, str, bytes, torch.Tensor})
 """Types of values whose finalizers run no code of the program."""
 
@@ -96,7 +97,7 @@ class RpcAgent:
     def __init__(
         self,
         me: WorkerInfo,
-        transport: Transport,
+        transport: HostTransport,
         timeout: float = 60.0,
         allow: Allowed | None = None,
         static: bool = True,
@@ -120,6 +121,7 @@ class RpcAgent:
         self.callee = Callee(self)
         self.gatherings = Gatherings(self)
         self.gradients = Contexts(me, self)
+        self._topics = self.values.hear, self.gradients.receive, self.caller.made
 
     def start(self) -> None:
         """Start to receive."""
@@ -144,7 +146,6 @@ class RpcAgent:
         with self.step():
             if self.lost(id) is None:
                 self.directory.add(WorkerInfo(name, id))
-                self.values.joined(id)
                 self.recorder.joined(id)
 
     def died(self, id: int, how: str) -> None:
@@ -157,29 +158,9 @@ class RpcAgent:
             assert lost is not None
             for call in self.calls.all(id):
                 self.todo.append(partial(self.caller.fail, call, self.lost(id) or lost))
-            self.todo.append(partial(self.calls.unblock, peer))
             self.todo.append(partial(self.gradients.lost, id, lost))
             self.values.died(id)
             self.todo.append(partial(self.gatherings.died, peer.info.name, lost))
-
-    def broken(self, id: int) -> None:
-        """Fail calls whose connection broke; the transport calls this."""
-        with self.step():
-            peer = self.directory.get(id)
-            if peer is None:
-                return
-            text = f"the connection to worker {peer.info.name!r} broke: "
-            for call in self.calls.all(id):
-                error = RpcError(
-                    text + "the call may have run",
-                    seen=call.what,
-                    fix="Call again if running twice does no harm.",
-                )
-                self.todo.append(partial(self.caller.fail, call, error))
-            error = RpcError(text + "gradients were lost")
-            self.todo.append(partial(self.gradients.lost, id, error))
-            self.values.broken(id)
-            self.directory.again(id)
 
     # --- receiving ---------------------------------------------------------------------------
 
@@ -189,13 +170,11 @@ class RpcAgent:
         received, called = Received(message, memories), kind in _CALLS
         if message.link or message.body.references or kind == MessageType.MAKE:
             self._receive_tables(received, called)
-        for number in message.made:
-            self.caller.made(number, received)
         if called:
-            return self.callee.accept(received)
+            return self.callee.as_work(partial(self.callee.serve, received))
         if kind == MessageType.GRADIENTS:
             return self._receive_gradients(received)
-        if kind == MessageType.RELIABLE:
+        if kind == MessageType.REPORT:
             return None
         return self.caller.answered(received)
 
@@ -211,23 +190,20 @@ class RpcAgent:
         )
         if self.gradients.waits(number, work):
             return None
-        return self.callee.as_work(lambda _: work())
+        return self.callee.as_work(work)
 
     def _receive_tables(self, received: Received, called: bool) -> None:
-        """Handle reliable messages, and count references before their message is unpacked."""
+        """Handle reports, and count references before their message is unpacked."""
         message, sender = received.message, received.message.sender
         with self.step(except_for=sender if called else -1):
             for body in self.directory.receive(sender, message.link):
-                handle = self.values.hear if body[0] == TOPIC else self.gradients.receive
-                self.todo.append(partial(handle, sender, body[1:]))
-            for work in self.directory.take_deferred(sender):
-                self.todo.append(partial(self.submit, self.callee.as_work(work)))
+                self.todo.append(partial(self._topics[body[0]], sender, body[1:]))
             rows = message.body.references
             received.references = [self.values.take(row, sender) for row in rows]
             if message.kind == MessageType.MAKE:
                 if message.make is None:
                     raise TypeError("a call that makes a value, without a reference")
-                received.made = self.values.take_make(message.make, sender)
+                self.values.take_make(message.make, sender)
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -241,27 +217,22 @@ class RpcAgent:
         make: RefId | None = None,
         devices: dict[str, str] | None = None,
     ) -> None:
-        """Send a message, and with it the reliable messages that are queued for the process.
+        """Send a message, and with it the reports that are queued for the process.
 
         Raises:
             PeerLost: The process is gone.
         """
         link: tuple[Numbered, ...] = ()
-        made: tuple[int, ...] = ()
-        if peer.queued or peer.made or peer.link.acknowledged < peer.link.received:
+        if peer.queued:
             with self.lock:
-                link, made = self.directory.take(peer)
-        if kind is MessageType.RELIABLE and not link and not made:
+                link = self.directory.take(peer)
+        if kind is MessageType.REPORT and not link:
             return
-        message = RpcMessage(
-            kind, self.me.id, number, packed.body, (), tag, make, link, devices, made
-        )
-        if kind is MessageType.FETCH:
-            message.after = peer.link.sent
+        message = RpcMessage(kind, self.me.id, number, packed.body, (), tag, make, link, devices)
         self.transport.send(peer.id, message, packed.memories)
 
     def send_gradients(self, to: int, backward: tuple[int, int], values: tuple[Any, ...]) -> None:
-        """Send gradients of a backward pass; they are lost if the connection breaks.
+        """Send gradients of a backward pass.
 
         Raises:
             PeerLost: The process is gone.
@@ -270,12 +241,12 @@ class RpcAgent:
         packed = self.payloads.pack_gradients(values, peer.info)
         self.send(peer, MessageType.GRADIENTS, packed=packed, make=backward)
 
-    def send_reliably(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
-        """Send a message that arrives once, as long as both processes live.
+    def send_report(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
+        """Send a message that arrives after those that were sent before it.
 
         Args:
             to: The receiver.
-            topic: Of the module that handles it: `values.TOPIC`, `autograd.backward.TOPIC`.
+            topic: Index of the function that handles it (`_topics`).
             body: The message.
             hurry: Whether it is sent at once, or with the next message or a little later.
 
@@ -289,7 +260,7 @@ class RpcAgent:
             self.queue(to, topic, body, hurry)
 
     def queue(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
-        """With the lock: queue a reliable message, to travel with the next message."""
+        """With the lock: queue a report, to travel with the next message."""
         self.directory.queue(to, bytes((topic,)) + body, hurry)
 
     def step(self, except_for: int = -1) -> AbstractContextManager[None]:
@@ -309,7 +280,7 @@ class RpcAgent:
 
     def _send_waiting(self, peer: Peer) -> None:
         with suppress(PeerLost):  # `died` handles that
-            self.send(peer, MessageType.RELIABLE)
+            self.send(peer, MessageType.REPORT)
 
     # --- running code of the program ---------------------------------------------------------
 
@@ -324,13 +295,7 @@ class RpcAgent:
         """Free the value in a list, its last reference, where its finalizer may make calls."""
         value = type(only[0].value) if only[0] is not None else None
         if value not in _WITHOUT_FINALIZERS:
-            self.submit(Completion(self.callee.as_work(lambda _: only.clear())))
-
-    def serving(self, tag: GradientTag | None) -> AbstractContextManager[None]:
-        """Return the context of distributed autograd in which a call is served."""
-        if tag is None:
-            return _NO_CONTEXT
-        return self.gradients.serving(tag)
+            self.submit(Completion(self.callee.as_work(only.clear)))
 
     def method(self, owner: object, name: str) -> Function:
         """Return a method of an object that others may call.
@@ -361,13 +326,8 @@ class RpcAgent:
                 "agent.num_pending_requests": len(calls),
                 "agent.num_running_requests": self.callee.num_running,
                 "agent.num_requests": self.calls.made,
-                "agent.bytes_in_flight": self.calls.nbytes,
             }
         return {name: str(count) for name, count in counts.items()}
-
-    def held(self) -> list[str]:
-        """Describe the references to values of this process, and of this process to others."""
-        return self.values.held({worker.id: worker.name for worker in self.workers})
 
     def close(self, known: bool = False) -> None:
         """End RPC in this process; calls under way raise.

@@ -124,7 +124,6 @@ def init_rpc(
         text = "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`"
         raise TypeError(f"{text}, not {options!r}")
     _check_place(name, rank, world_size, store)
-    allowed = None if allow is None else Allowed(allow)
     joining = JoinOptions(
         name=name,
         rank=rank,
@@ -133,11 +132,19 @@ def init_rpc(
         store=store,
         timeout=timedelta(seconds=min(options.rpc_timeout or 1800.0, 86_400.0)),
     )
+    _join(joining, options, None if allow is None else Allowed(allow))
+
+
+def _join(
+    joining: JoinOptions, options: TensorPipeRpcBackendOptions, allowed: Allowed | None
+) -> None:
+    """Join, and start this process's agent."""
+    static = joining.world_size is not None
     with ExitStack() as opened:
         transport = connect(joining, options.num_worker_threads)
         opened.callback(transport.close)
-        me = WorkerInfo(name, transport.peers.own_id)
-        agent = RpcAgent(me, transport, options.rpc_timeout, allowed, static=world_size is not None)
+        me = WorkerInfo(joining.name, transport.peers.own_id)
+        agent = RpcAgent(me, transport, options.rpc_timeout, allowed, static)
         opened.callback(agent.close)
         agent.device_maps = options.device_maps
         profiling.follow_profiler()
@@ -237,10 +244,9 @@ def rpc_sync(
 
     Raises:
         Exception: Raised by the function: the same type, with the remote traceback in its text.
-        PeerLost: The callee is gone.
-        RpcError: The call timed out; the connection broke, and the function may have run;
-            something cannot be sent; there is no such worker; the callee does not allow the
-            function.
+        PeerLost: The callee is gone; the function may have run.
+        RpcError: The call timed out; something cannot be sent; there is no such worker; the callee
+            does not allow the function.
         UsageError: An argument has the wrong type.
 
     Cost:
@@ -264,8 +270,8 @@ def rpc_async(
 ) -> torch.futures.Future[T]:
     """Start to call a function in another process, and return a future of its result.
 
-    The arguments may be changed when this returns. It waits only in threads of the program, while
-    more than 1 GiB of unanswered calls to that process is under way.
+    The arguments may be changed when this returns. It does not wait for the callee, so a program
+    that starts many calls with large arguments should wait for some before it starts more.
 
     Args:
         to: The callee: a name, an id or a `WorkerInfo`.
@@ -413,8 +419,6 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         if graceful:
             (wait_all_workers if agent.static else wait_for_own)(agent, timeout)
             together = agent.static
-            for held in agent.held():
-                _log.info("at the end of RPC the program still holds %s", held)
     finally:
         set_current(None)
         agent.close(known=together)

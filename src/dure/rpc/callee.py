@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dure.errors import PeerLost, RpcError
 from dure.rpc import failures
+from dure.rpc.caller import MADE
 from dure.rpc.codec import Body, Packed
 from dure.rpc.current import here
 from dure.rpc.failures import malformed_message
 from dure.rpc.functions import MARK, DeferredResult
 from dure.rpc.message import GradientTag, MessageType, Received, RpcMessage, Work
-from dure.rpc.recording import served
 from dure.rpc.values import Value
 from dure.trace import logs
-from dure.trace.spans import listeners
 
 if TYPE_CHECKING:
     from dure.rpc.agent import RpcAgent
@@ -51,47 +49,32 @@ class Callee:
         """How many calls and callbacks run here, or wait for a thread."""
         return len(self._busy)
 
-    def accept(self, received: Received) -> Work:
-        """Return the work that runs a call."""
-        work = partial(self._serve, received)
-        if listeners:
-            work = partial(served, self._agent.me.id, received.message, monotonic_ns(), work)
-        self._busy.add(work)
-        return partial(self._run, work)
-
-    def as_work(self, work: Callable[[RpcError | None], None]) -> Work:
+    def as_work(self, work: Work) -> Work:
         """Return work for a thread of the transport that may run code of the program."""
         self._busy.add(work)
         return partial(self._run, work)
 
-    def _run(
-        self, work: Callable[[RpcError | None], None], refusal: RpcError | None = None
-    ) -> None:
+    def _run(self, work: Work) -> None:
         agent = self._agent
-        before = here.serves, here.agent
-        here.serves, here.agent = True, agent
+        before, here.agent = here.agent, agent
         try:
-            work(refusal)
+            work()
         finally:
-            here.serves, here.agent = before
+            here.agent = before
             self._busy.discard(work)
             if agent.directory.due:
                 agent.flush()
 
-    def _serve(self, received: Received, refusal: RpcError | None) -> None:
-        """Run a call and answer it; or answer that there is no thread for it."""
+    def serve(self, received: Received) -> None:
+        """Run a call and answer it."""
         message = received.message
         try:
-            if refusal is not None:
-                raise refusal
             if message.kind == MessageType.FETCH:
                 self._fetch(received)
-            elif not received.made:
-                raise RpcError("this call was given up when a connection broke, and was not run")
             elif message.gradients is None:
                 self._call(received)
             else:
-                with self._agent.serving(message.gradients):
+                with self._agent.gradients.serving(message.gradients):
                     self._call(received)
         except BaseException as error:
             self._answer_error(message, error)
@@ -117,7 +100,7 @@ class Callee:
         def answer(done: torch.futures.Future[Any]) -> None:
             before, here.agent = here.agent, self._agent
             try:
-                with self._agent.serving(message.gradients):
+                with self._agent.gradients.serving(message.gradients):
                     self._answer(message, done.value())
             except BaseException as error:
                 self._answer_error(message, error)
@@ -136,24 +119,19 @@ class Callee:
         if ref is None:
             raise malformed_message(sender, TypeError("a FETCH message without a reference"))
         with agent.lock:
-            if agent.directory.defer(sender, message.after, partial(self._serve, received)):
-                return
-            value = agent.values.find(ref, sender, partial(self._send_value, message))
+            value = agent.values.find(ref, partial(self._send_value, message))
             is_there = value is None or value.done
         if value is None:
-            raise RpcError(
-                "the value was freed, or the caller holds no reference to it",
-                op="to_here",
-            )
+            raise RpcError("the value was freed, or there is no such reference", op="to_here")
         if is_there:
             self._send_value(message, value)
 
     def _send_value(self, message: RpcMessage, value: Value) -> None:
-        if value.error is not None:
-            self._answer_error(message, value.error)
+        if value.failure:
+            self._reply(message, MessageType.ERROR, Packed(Body(value.failure)), None)
             return
         try:
-            with self._agent.serving(message.gradients):
+            with self._agent.gradients.serving(message.gradients):
                 self._answer(message, value.value)
         except BaseException as error:
             self._answer_error(message, error)
@@ -163,7 +141,7 @@ class Callee:
         if call.kind == MessageType.MAKE:
             assert call.make is not None
             with agent.lock:
-                agent.directory.made(call.sender, call.number)
+                agent.queue(call.sender, MADE, call.number.to_bytes(8), hurry=False)
             agent.values.set(call.make, result)
             return
         packed, tag = agent.payloads.pack_result(call, result), None
@@ -174,11 +152,11 @@ class Callee:
 
     def _answer_error(self, call: RpcMessage, error: BaseException) -> None:
         _log.warning("a call of worker %d failed here", call.sender, exc_info=error)
+        failure = failures.encode(error, self._agent.me)
         if call.kind == MessageType.MAKE:
             assert call.make is not None
-            self._agent.values.set(call.make, None, error)
-        packed = Packed(Body(failures.encode(error, self._agent.me)))
-        self._reply(call, MessageType.ERROR, packed, None)
+            self._agent.values.set(call.make, None, failure)
+        self._reply(call, MessageType.ERROR, Packed(Body(failure)), None)
 
     def _reply(
         self, call: RpcMessage, kind: MessageType, packed: Packed, tag: GradientTag | None

@@ -2,8 +2,7 @@
 
 A call has a number that the caller chooses. Its function and arguments are packed and sent; the
 answer has the same number. Each call ends once, by the first event that removes it from the table
-(`calls`): its answer, its timeout, a broken connection (the call may have run, and is not resent),
-or the death of the callee.
+(`calls`): its answer, its timeout, or the end of the callee (the call may have run).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dure.rpc.calls import CallFuture, PendingCall, PendingCalls
 from dure.rpc.codec import Packed
 from dure.rpc.current import here
 from dure.rpc.directory import Peer
-from dure.rpc.message import Completion, MessageType, Received, Work
+from dure.rpc.message import Completion, MessageType, Received, RpcMessage, Work
 from dure.rpc.names import WorkerInfo
 from dure.rpc.payloads import NOTHING, Args, Function, Kwargs, not_callable
 from dure.rpc.recording import OPS
@@ -30,10 +29,13 @@ if TYPE_CHECKING:
     from dure.rpc.agent import RpcAgent
     from dure.rpc.references import RefId
 
-__all__ = ["UNSET", "Caller", "To"]
+__all__ = ["MADE", "UNSET", "Caller", "To"]
 
 To = str | int | WorkerInfo
 """A worker: its name, its id, or itself."""
+
+MADE = 2
+"""Of reports that a MAKE call has succeeded."""
 
 UNSET = -1.0
 """A timeout that is not given: the default applies. 0 means none."""
@@ -53,7 +55,7 @@ class Caller:
         self._agent, self._transport = agent, agent.transport
         self._find_error = None if agent.allow is None else agent.allow.find_error
         self._lock, self._reach = agent.lock, agent.directory.reach
-        self.calls = PendingCalls(agent.lock, agent.transport, agent.timers, self.fail)
+        self.calls = PendingCalls(agent.lock, agent.timers, self.fail)
 
     # --- the three kinds of calls ------------------------------------------------------------
 
@@ -120,8 +122,7 @@ class Caller:
     ) -> PendingCall:
         """Start a call.
 
-        A thread of the program waits while too many bytes are under way. If the callee is gone,
-        that is the outcome of the call, and not an error of this method.
+        If the callee is gone, that is the outcome of the call, and not an error of this method.
 
         Args:
             to: The callee.
@@ -167,7 +168,6 @@ class Caller:
         agent, peer = self._agent, call.peer
         if agent.values.gone:
             agent.values.forget_gone(except_for=peer.id)
-        call.nbytes = packed.nbytes
         if call.seconds > 0:
             call.deadline = monotonic() + call.seconds
         call.noted = agent.recorder.begin(
@@ -177,8 +177,8 @@ class Caller:
         try:
             if here.context is not None:
                 tag = agent.gradients.sending(peer.id, call.what, packed.sources)
-            is_under_way = self.calls.add(call, not here.serves)
-        except BaseException:  # also Ctrl-C while it waits until fewer bytes are under way
+            is_under_way = self.calls.add(call)
+        except BaseException:
             agent.values.not_sent(packed.body.references)
             raise
         if not is_under_way:
@@ -263,11 +263,11 @@ class Caller:
         call = self.calls.take(message.number, message.sender)
         return None if call is None else self._end(call, received)
 
-    def made(self, number: int, received: Received) -> None:
+    def made(self, sender: int, number: bytes) -> None:
         """End a MAKE call that has succeeded."""
-        sender = received.message.sender
-        if (call := self.calls.take(number, sender)) is not None:
-            self._end_at_once(call, Received.empty_answer(sender))
+        call = self.calls.take(int.from_bytes(number), sender)
+        if call is not None:
+            self._end_at_once(call, Received(RpcMessage(MessageType.ANSWER, sender)))
 
     def fail(self, call: PendingCall, error: Exception) -> None:
         """End a call without an answer, if it has not ended."""
@@ -304,7 +304,7 @@ class Caller:
             self._agent.submit(work)
 
     def _notification(self, call: PendingCall) -> Work:
-        return Completion(self._agent.callee.as_work(lambda _: self._notify(call)))
+        return Completion(self._agent.callee.as_work(partial(self._notify, call)))
 
     def _notify(self, call: PendingCall) -> None:
         with self._lock:

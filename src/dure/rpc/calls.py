@@ -1,10 +1,7 @@
-"""The table of a process's pending calls, with its limits on bytes and time.
+"""The table of a process's pending calls, and their deadlines.
 
-**Bytes.** The bytes of unanswered calls to each process are counted, and a thread of the program
-waits while there are too many. Threads that run calls do not wait: their calls let others end.
-
-**Time.** All calls have deadlines, and few reach them: one timer, for the earliest deadline, checks
-all pending calls when it expires.
+Few calls reach their deadlines: one timer, for the earliest, checks all pending calls when it
+expires.
 """
 
 from __future__ import annotations
@@ -22,17 +19,15 @@ import torch
 
 from dure.errors import RpcError
 from dure.rpc.directory import Peer
-from dure.rpc.message import MessageType, Transport, Waiter
+from dure.rpc.message import MessageType
 from dure.rpc.references import RefId
 from dure.rpc.timers import Timers
 
 if TYPE_CHECKING:
+    from dure.native import Ticket
     from dure.rpc.caller import Caller
 
-__all__ = ["MOST_BYTES", "CallFuture", "PendingCall", "PendingCalls"]
-
-MOST_BYTES = 1 << 30
-"""The bytes of unanswered calls to one process above which threads of the program wait."""
+__all__ = ["CallFuture", "PendingCall", "PendingCalls"]
 
 
 class PendingCall(msgspec.Struct, eq=False):
@@ -55,12 +50,11 @@ class PendingCall(msgspec.Struct, eq=False):
     peer: Peer
     function: str
     seconds: float
-    ticket: Waiter
+    ticket: Ticket
     notify: Callable[[PendingCall], None] | None = None
     make: RefId | None = None
     counted: bool = True
     deadline: float = inf
-    nbytes: int = 0
     noted: Any = None
     quick: bool = False
     awaited: bool = False
@@ -120,7 +114,6 @@ class PendingCalls:
 
     Args:
         lock: The agent's lock; the methods take it, except those that say otherwise.
-        transport: Carries the calls.
         timers: For deadlines.
         fail: Called with a call that has timed out, and the error.
 
@@ -132,48 +125,23 @@ class PendingCalls:
     def __init__(
         self,
         lock: AbstractContextManager[Any],
-        transport: Transport,
         timers: Timers,
         fail: Callable[[PendingCall, Exception], None],
     ) -> None:
-        self._lock, self._transport, self._timers, self._fail = lock, transport, timers, fail
+        self._lock, self._timers, self._fail = lock, timers, fail
         self._calls: dict[int, PendingCall] = {}
         self._number = self.made = 0
         self._sweep_at = inf
         self.closed = False
 
-    def add(self, call: PendingCall, may_wait: bool) -> bool:
-        """Put a call into the table, when few enough bytes are under way.
-
-        Args:
-            call: The call; its number is set.
-            may_wait: Whether to wait while too many bytes are under way.
-
-        Returns:
-            False if the callee is gone.
-
-        Raises:
-            RpcError: Too many bytes were under way for the call's timeout.
-        """
-        peer = call.peer
-        while True:
-            with self._lock:
-                if peer.ended is not None or self.closed:
-                    return False
-                after = peer.nbytes + call.nbytes
-                if after <= MOST_BYTES or not peer.nbytes or not may_wait:
-                    peer.nbytes = after
-                    self._number = call.number = self._number + 1
-                    self._calls[call.number] = call
-                    self.made += call.counted
-                    break
-                ticket = self._transport.ticket()
-                peer.blocked.append(ticket)
-            if not self._transport.wait(ticket, max(0.0, call.deadline - monotonic())):
-                with self._lock:
-                    if ticket in peer.blocked:
-                        peer.blocked.remove(ticket)
-                raise _timeout(call)
+    def add(self, call: PendingCall) -> bool:
+        """Put a call into the table, and set its number; return False if the callee is gone."""
+        with self._lock:
+            if call.peer.ended is not None or self.closed:
+                return False
+            self._number = call.number = self._number + 1
+            self._calls[call.number] = call
+            self.made += call.counted
         if call.deadline < self._sweep_at:
             self._sweep_by(call.deadline)
         return True
@@ -188,26 +156,11 @@ class PendingCalls:
             if sender is not None and sender != call.peer.id:
                 return None
             del self._calls[number]
-            call.peer.nbytes -= call.nbytes
-        if call.peer.blocked:
-            self.unblock(call.peer)
         return call
-
-    def unblock(self, peer: Peer) -> None:
-        """Wake threads that wait until fewer bytes are under way."""
-        with self._lock:
-            blocked, peer.blocked = peer.blocked, []
-        for ticket in blocked:
-            self._transport.complete(ticket)
 
     def all(self, to: int | None = None) -> list[PendingCall]:
         """With the lock: return the pending calls, to one process or all."""
         return [call for call in self._calls.values() if to is None or call.peer.id == to]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes under way."""
-        return sum(call.nbytes for call in self._calls.values())
 
     def _sweep_by(self, when: float) -> None:
         with self._lock:

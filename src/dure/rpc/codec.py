@@ -75,13 +75,11 @@ class Packed(msgspec.Struct, gc=False):
         memories: The parts of memory that the tensors cover, contiguous each. They share it with
             the tensors, so the transport copies them.
         sources: The tensors themselves, to attach gradients to.
-        nbytes: Size of values and memories.
     """
 
     body: Body = Body()
     memories: tuple[torch.Tensor, ...] = ()
     sources: tuple[torch.Tensor, ...] = ()
-    nbytes: int = 0
 
 
 def name_of(function: Any) -> str:
@@ -96,10 +94,6 @@ def name_of(function: Any) -> str:
     return f"{module_name}:{name}" if known is function else ""
 
 
-def _take_back_nothing(_: Sequence[ReferenceRow]) -> None:
-    pass
-
-
 class Codec:
     """Packs and unpacks the values of one process's messages.
 
@@ -112,7 +106,7 @@ class Codec:
     def __init__(
         self,
         reference_type: type[Any] | None = None,
-        take_back: Callable[[Sequence[ReferenceRow]], None] = _take_back_nothing,
+        take_back: Callable[[Sequence[ReferenceRow]], None] = lambda _: None,
         allowed: Allowed | None = None,
     ) -> None:
         self._reference_type, self._take_back = reference_type, take_back
@@ -157,8 +151,7 @@ class Codec:
         if tensor_at < 0 and reference_at < 0:
             if not values:
                 return Packed(Body(function=function))
-            pickled = pickle.dumps(values, 5)
-            return Packed(Body(pickled, function=function), nbytes=len(pickled))
+            return Packed(Body(pickle.dumps(values, 5), function=function))
         places = tensor_at, reference_at
         others = [None if n in places else value for n, value in enumerate(values)]
         pickled = pickle.dumps(others, 5) if len(others) > 1 else b""
@@ -168,9 +161,8 @@ class Codec:
             sources = (values[tensor_at],)
             if inline is None:
                 rows, memories = (describe_dense(sources[0]),), sources
-        nbytes = len(pickled) + (len(inline) if inline else sum(t.nbytes for t in memories))
         body = Body(pickled, rows, references, tensor_at, inline or b"", function, reference_at)
-        return Packed(body, memories, sources, nbytes)
+        return Packed(body, memories, sources)
 
     def load(
         self, body: Body, tensors: Sequence[torch.Tensor], references: Sequence[object] = ()
@@ -232,11 +224,10 @@ class Codec:
                 fix="Functions and classes are sent by name: define them at the top of a module "
                 "that the receiver can import; send what objects are made of.",
             ) from error
-        pickled = buffer.getvalue()
         rows, memories = table.finish()
-        body = Body(pickled, rows, tuple(pickler.references), _NESTED, function=function)
-        nbytes = len(pickled) + sum(memory.nbytes for memory in memories)
-        return Packed(body, memories, tuple(table.sources), nbytes)
+        references = tuple(pickler.references)
+        body = Body(buffer.getvalue(), rows, references, _NESTED, function=function)
+        return Packed(body, memories, tuple(table.sources))
 
 
 def insert(
@@ -332,7 +323,7 @@ class _PlainUnpickler(_Unpickler):
     """Reads values with holes instead of objects of this process.
 
     Attributes:
-        held: By the id of each hole: the hole, and the value for it.
+        held: By the id of each hole: the hole, so that no other object gets its id, and its value.
     """
 
     def __init__(self, pickled: bytes, tables: dict[str, Sequence[Any]], allowed: Allowed) -> None:
@@ -366,44 +357,25 @@ def _load_plain(
     tables = {"_tensor": tensors, "_reference": references} if nested else {}
     try:
         unpickler = _PlainUnpickler(pickled, tables, allowed)
-        return _fill(unpickler.load(), dict(unpickler.held))
+        return _fill(unpickler.load(), unpickler.held)
     except RpcError:
         raise
     except Exception as error:
         raise _not_plain(f"{type(error).__name__}: {error}") from error
 
 
-def _fill(value: Any, done: dict[int, Any]) -> Any:
-    """Return a value with its holes filled; lists, dicts and sets are filled in place.
-
-    Args:
-        value: The value, which must be plain.
-        done: By the id of each hole, and of each container that is filled or being filled: itself,
-            and its replacement.
-    """
+def _fill(value: Any, held: dict[int, tuple[_Hole, Any]]) -> Any:
+    """Return a copy of a value, which must be plain, with its holes filled."""
     kind = type(value)
     if kind in _LEAVES:
         return value
-    if id(value) in done:
-        return done[id(value)][1]
-    if kind is tuple or kind is frozenset:
-        filled = kind(_fill(each, done) for each in value)
-        done[id(value)] = value, filled  # kept, so that no other object gets its id
-        return filled
-    if kind not in (list, dict, set):
+    if kind is _Hole:
+        return held[id(value)][1]
+    if kind in (tuple, list, set, frozenset):
+        return kind(_fill(each, held) for each in value)
+    if kind is not dict:
         raise _not_plain(f"{kind.__module__}.{kind.__qualname__}")
-    done[id(value)] = value, value
-    if kind is list:
-        value[:] = [_fill(each, done) for each in value]
-    elif kind is set:
-        items = [_fill(each, done) for each in value]
-        value.clear()
-        value.update(items)
-    else:
-        pairs = [(_fill(key, done), _fill(each, done)) for key, each in value.items()]
-        value.clear()
-        value.update(pairs)
-    return value
+    return {_fill(key, held): _fill(each, held) for key, each in value.items()}
 
 
 def _not_plain(seen: str) -> RpcError:

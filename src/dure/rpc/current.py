@@ -21,12 +21,10 @@ class _RpcThreadState(threading.local):
 
     Attributes:
         agent: Its agent, if not the process's.
-        serves: Whether it runs a call.
         context: The context of distributed autograd that it is in.
     """
 
     agent: RpcAgent | None = None
-    serves = False
     context: int | None = None
 
 

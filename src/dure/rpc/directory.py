@@ -1,9 +1,8 @@
 """The processes that this one knows, and the messages that are queued for each.
 
-Reliable messages (of references and of distributed autograd) are numbered by a link (`links`), and
+Reports (messages of references and of distributed autograd) are numbered by a link (`links`), and
 travel with other messages, or by themselves. Those that are not urgent wait a little for another
-message; so do acknowledgements, and reports that a value was made, which are lost with the
-connection as an answer is.
+message.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from functools import partial
 from time import monotonic
 
 from dure.errors import PeerLost, RpcError, UsageError
-from dure.rpc.links import Numbered, ReliableLink
-from dure.rpc.message import Waiter, Work
+from dure.rpc.links import Numbered, OrderedLink
 from dure.rpc.names import WorkerInfo
 from dure.rpc.timers import Timers
 
@@ -31,27 +29,16 @@ class Peer:
     Attributes:
         id: Its id.
         ended: How it ended; None if it is not gone.
-        queued: Reliable messages to send with the next message to it.
-        made: Its MAKE calls that have succeeded, to report with the next message to it.
-        deferred: Its calls that wait for a reliable message, by the message's number.
+        queued: Reports to send with the next message to it.
         timed: Whether a timer will send what is queued.
-        nbytes: Bytes of this process's unanswered calls to it.
-        blocked: Waiters of threads that wait until these are fewer.
     """
 
     info: WorkerInfo
-    id: int = field(init=False)
+    id: int
     ended: str | None = None
-    link: ReliableLink = field(default_factory=ReliableLink)
+    link: OrderedLink = field(default_factory=OrderedLink)
     queued: list[Numbered] = field(default_factory=list[Numbered])
-    made: list[int] = field(default_factory=list[int])
-    deferred: list[tuple[int, Work]] = field(default_factory=list[tuple[int, Work]])
     timed: bool = False
-    nbytes: int = 0
-    blocked: list[Waiter] = field(default_factory=list[Waiter])
-
-    def __post_init__(self) -> None:
-        self.id = self.info.id
 
 
 class Directory:
@@ -78,13 +65,13 @@ class Directory:
 
     def add(self, worker: WorkerInfo) -> None:
         """Add a process that joined."""
-        self._named[worker.name] = self._peers.setdefault(worker.id, Peer(worker))
+        self._named[worker.name] = self._peers.setdefault(worker.id, Peer(worker, worker.id))
 
     def remove(self, id: int, how: str) -> Peer:
         """Mark a process as gone for good, and how it ended."""
-        peer = self._peers.setdefault(id, Peer(WorkerInfo(str(id), id)))
-        peer.ended, peer.link = how, ReliableLink()
-        peer.queued, peer.made, peer.deferred = [], [], []
+        peer = self._peers.setdefault(id, Peer(WorkerInfo(str(id), id), id))
+        peer.ended, peer.link = how, OrderedLink()
+        peer.queued = []
         self.due.pop(id, None)
         return peer
 
@@ -165,75 +152,32 @@ class Directory:
         text = f"worker {peer.info.name!r} (id {id}) is gone"
         return PeerLost(text, peer=id, exit=peer.ended or None, op="rpc", seen=peer.ended)
 
-    # --- reliable messages -------------------------------------------------------------------
+    # --- reports -----------------------------------------------------------------------------
 
     def queue(self, to: int, body: bytes, hurry: bool = True) -> None:
-        """Queue a reliable message, to travel with the next message to a process."""
+        """Queue a report, to travel with the next message to a process."""
         peer = self.get(to)
         if peer is not None:
             peer.queued.append(peer.link.send(body))
             if hurry:
                 self.due[to] = peer
-            else:
-                self._later(peer)
-
-    def made(self, to: int, number: int) -> None:
-        """Queue the report that a MAKE call has succeeded."""
-        peer = self.get(to)
-        if peer is not None:
-            peer.made.append(number)
-            self._later(peer)
-
-    def again(self, to: int) -> None:
-        """Queue all messages that may be lost, for a new connection."""
-        peer = self.get(to)
-        if peer is not None:
-            peer.queued = peer.link.again()
-            self.due[to] = peer
+            elif not peer.timed:
+                peer.timed = True
+                self._timers.at(monotonic() + _LATER_S, partial(self._waited, peer))
 
     def receive(self, sender: int, messages: Iterable[Numbered]) -> list[bytes]:
-        """Return the messages that can be delivered now, in order."""
+        """Return the reports that can be delivered now, in order."""
         peer = self.get(sender)
         if peer is None:
             return []
-        bodies = [body for message in messages for body in peer.link.receive(message)]
-        if peer.link.acknowledged < peer.link.received:
-            self._later(peer)
-        return bodies
+        return [body for message in messages for body in peer.link.receive(message)]
 
-    def defer(self, sender: int, after: int, work: Work) -> bool:
-        """Keep work until all messages up to a number have arrived; False if it need not wait."""
-        peer = self.get(sender)
-        if peer is None or peer.link.received >= after:
-            return False
-        peer.deferred.append((after, work))
-        return True
-
-    def take_deferred(self, sender: int) -> list[Work]:
-        """Return work whose messages have arrived."""
-        peer = self.get(sender)
-        if peer is None or not peer.deferred:
-            return []
-        ready = [work for after, work in peer.deferred if after <= peer.link.received]
-        peer.deferred = [each for each in peer.deferred if each[0] > peer.link.received]
-        return ready
-
-    def take(self, peer: Peer) -> tuple[tuple[Numbered, ...], tuple[int, ...]]:
-        """Return what travels with a message that is sent now: reliable messages, and `made`."""
+    def take(self, peer: Peer) -> tuple[Numbered, ...]:
+        """Return the reports that travel with a message that is sent now."""
         self.due.pop(peer.id, None)
-        link, made = tuple(peer.queued), tuple(peer.made)
-        if link:
-            peer.queued.clear()
-        elif peer.link.acknowledged < peer.link.received:
-            link = (peer.link.acknowledge(),)
-        if made:
-            peer.made.clear()
-        return link, made
-
-    def _later(self, peer: Peer) -> None:
-        if not peer.timed:
-            peer.timed = True
-            self._timers.at(monotonic() + _LATER_S, partial(self._waited, peer))
+        queued = tuple(peer.queued)
+        peer.queued.clear()
+        return queued
 
     def _waited(self, peer: Peer) -> None:
         peer.timed = False

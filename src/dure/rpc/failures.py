@@ -1,11 +1,10 @@
 """Exceptions in messages: their type's name, their text and their traceback.
 
-Those of Dure also keep their fields, and `OSError`s their number and file names.
+Those of Dure also keep fields that are numbers or texts, and `OSError`s their number.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,14 +23,6 @@ _IN_TEXT = frozenset({"what", "seen", "fix", "remote_traceback"})
 """Fields of Dure's errors that are part of the text, or are set by `decode`."""
 
 
-class _SystemError(msgspec.Struct, array_like=True, frozen=True):
-    """The fields of an `OSError`; file names are bytes, or numbers of descriptors."""
-
-    number: int
-    text: str
-    names: tuple[bytes | int | None, ...]
-
-
 class _Failure(msgspec.Struct, array_like=True, frozen=True):
     """An exception, as it is sent."""
 
@@ -40,8 +31,8 @@ class _Failure(msgspec.Struct, array_like=True, frozen=True):
     what: str
     trace: str
     worker: str
-    fields: dict[str, Any] = {}
-    system: _SystemError | None = None
+    fields: dict[str, bool | int | float | str] = {}
+    errno: int | None = None
 
 
 def malformed_message(sender: int | None, error: BaseException) -> RpcError:
@@ -80,10 +71,15 @@ def _describe(error: BaseException, worker: WorkerInfo) -> _Failure:
         what = str(error)
     except Exception as bad:
         what = f"its text cannot be had: {type(bad).__name__}"
-    fields: dict[str, Any] = {}
+    fields: dict[str, bool | int | float | str] = {}
     if isinstance(error, DureError):
         own = vars(error).items()
-        fields = {name: v for name, v in own if name not in _IN_TEXT and _is_plain(v)}
+        fields = {
+            name: _printable(value) if type(value) is str else value
+            for name, value in own
+            if name not in _IN_TEXT and type(value) in (bool, int, float, str)
+        }
+    number = error.errno if isinstance(error, OSError) else None
     return _Failure(
         _printable(str(kind.__module__)),
         _printable(kind.__qualname__),
@@ -91,24 +87,8 @@ def _describe(error: BaseException, worker: WorkerInfo) -> _Failure:
         _printable(_trace(error)),
         _printable(repr(worker)),
         fields,
-        _describe_system(error) if isinstance(error, OSError) else None,
+        number if type(number) is int else None,
     )
-
-
-def _describe_system(error: OSError) -> _SystemError | None:
-    """Return the fields of an `OSError`; None if it has no number."""
-    if type(error.errno) is not int:
-        return None
-    names = tuple([_encode_name(name) for name in (error.filename, error.filename2)])
-    return _SystemError(error.errno, _printable(str(error.strerror)), names)
-
-
-def _encode_name(name: Any) -> bytes | int | None:
-    if name is None or type(name) is int:
-        return name
-    with suppress(TypeError, UnicodeError):  # it is not a file name
-        return os.fsencode(name)
-    return _printable(str(name)).encode()
 
 
 def _trace(error: BaseException) -> str:
@@ -121,26 +101,6 @@ def _trace(error: BaseException) -> str:
 def _printable(text: str) -> str:
     """Return a text with surrogates escaped, which file names may contain."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a field's value can be sent."""
-    if type(value) is tuple:
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
-    if type(value) is str:
-        return _printable(value) == value
-    return value is None or type(value) in (bool, int, float)
-
-
-def _as_sent(value: Any) -> Any:
-    """Return a field's value, whose tuples were sent as lists."""
-    if isinstance(value, list):
-        return tuple(map(_as_sent, value))
-    if isinstance(value, dict):
-        return {key: _as_sent(each) for key, each in value.items()}
-    return value
 
 
 def decode(encoded: bytes, sender: int, find: Callable[[str, str], Any] | None = None) -> Exception:
@@ -162,9 +122,7 @@ def decode(encoded: bytes, sender: int, find: Callable[[str, str], Any] | None =
     text = f"{failure.what}\n\nOn {failure.worker}:\n{failure.trace}"
     error: Any = None
     kind = _find(failure.module, failure.name, find)
-    if kind is not None and failure.system is not None and issubclass(kind, OSError):
-        error = _make_system_error(kind, failure, failure.system)
-    if kind is not None and error is None:
+    if kind is not None:
         try:
             error = kind(text)
         except Exception as refused:
@@ -172,29 +130,13 @@ def decode(encoded: bytes, sender: int, find: Callable[[str, str], Any] | None =
     if not isinstance(error, Exception):
         error = RpcError(f"{failure.module}.{failure.name}".lstrip("."), seen=text)
     if issubclass(type(error), DureError):
-        own = vars(error)
-        sent = {name: _as_sent(value) for name, value in failure.fields.items()}
+        own, sent = vars(error), failure.fields
         own.update({name: sent[name] for name in own.keys() & sent.keys() - _IN_TEXT})
+    if isinstance(error, OSError):
+        error.errno = failure.errno
     with suppress(Exception):  # it may have a read-only property of that name
         object.__setattr__(error, "remote_traceback", failure.trace)  # some are frozen
     return error
-
-
-def _make_system_error(
-    kind: type[OSError], failure: _Failure, system: _SystemError
-) -> OSError | None:
-    """Return an error with number and file names; None if its type takes other arguments.
-
-    Python makes its text from these, so the traceback is a note.
-    """
-    text = f"{system.text} (on {failure.worker})"
-    name, other = [os.fsdecode(each) if type(each) is bytes else each for each in system.names]
-    try:
-        error = kind(system.number, text, name, None, other)
-    except Exception:
-        return None
-    error.add_note(f"\nOn {failure.worker}:\n{failure.trace}")
-    return error if isinstance(error, OSError) else None  # pyright: ignore
 
 
 def _find(

@@ -9,11 +9,8 @@ compare-and-set, so that all read the same events in the same order. A process t
 of them first, and so knows whether its name is free. A fixed world on one host has no log: there
 the kernel reports deaths, and a process that leaves notifies each other (`transport`).
 
-The log does not grow with the number of processes that joined and left. The process that writes
-every 64th event also writes a *snapshot*, the state after all events until then, and removes events
-that are older than the last 64 of it. A process whose next event was removed reads the snapshot
-instead; one that has written an event at a number whose event was removed deletes it again.
-Snapshots are written by compare-and-set, too, so that a late one does not replace a newer one.
+The log has two events per process that ever joined, so at most twice `MOST_IDS`, of some 200 bytes
+each. They are not removed; a process that joins reads them, some 10,000 per second.
 
 An id is never reused: a process that was given up stays gone, and a process that replaces it under
 its name has another id.
@@ -24,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -45,12 +42,6 @@ _NAMED_S = 5.0
 another host, may be gone."""
 
 _LOOK_S = 0.1
-_SNAPSHOT_EVENTS = 64
-"""How many events there are from one snapshot to the next."""
-_KEPT_EVENTS = 64
-"""How many events before a snapshot are kept, for processes that are about to read them."""
-_KEPT_REASONS = 64
-"""For how many processes a snapshot records how they ended."""
 _NONE = b"-"
 """Represents a missing key; never a value."""
 _CLOSE_S = 5.0
@@ -98,26 +89,9 @@ class _Event(msgspec.Struct, array_like=True, frozen=True):
     how: str = ""
 
 
-class _Snapshot(msgspec.Struct, array_like=True, frozen=True):
-    """The state after all events before `next`.
-
-    Args:
-        next: The first event that it does not include.
-        members: The processes that are not gone.
-        gone: The ids of processes that are gone, as pairs of first and last.
-        reasons: How the last of them ended.
-    """
-
-    next: int
-    members: tuple[PeerAddress, ...]
-    gone: tuple[tuple[int, int], ...]
-    reasons: dict[int, str]
-
-
 _pack = msgspec.msgpack.Encoder().encode
 _read_peer = msgspec.msgpack.Decoder(PeerAddress).decode
 _read_event = msgspec.msgpack.Decoder(_Event).decode
-_read_snapshot = msgspec.msgpack.Decoder(_Snapshot).decode
 
 
 class Peers:
@@ -290,40 +264,17 @@ class Peers:
 
     def _write(self, event: _Event) -> bool:
         """Write the next event; False if another process has written it."""
-        packed, number = _pack(event), self._next
-        if self._store.compare_set(f"event/{number}", "", packed) != packed:
-            return False
-        with suppress(StoreError):  # the event is written, even if the rest fails
-            snapshot = self._snapshot()
-            if snapshot is not None and number < snapshot.next - _KEPT_EVENTS:
-                self._store.delete_key(f"event/{number}")
-                return False
-            if (number + 1) % _SNAPSHOT_EVENTS == 0:
-                self._read()
-                self._compact()
-        return True
-
-    def _peek(self, key: str) -> bytes | None:
-        """Return the value of a key at once, or None if it is missing."""
-        found = self._store.compare_set(key, _NONE, _NONE)
-        return None if found == _NONE else found
-
-    def _snapshot(self) -> _Snapshot | None:
-        packed = self._peek("snapshot")
-        return None if packed is None else _read_snapshot(packed)
+        packed = _pack(event)
+        return self._store.compare_set(f"event/{self._next}", "", packed) == packed
 
     def _read(self) -> None:
         """Read the new events."""
         with self._reading:
-            while True:
-                packed = self._peek(f"event/{self._next}")
-                if packed is not None:
-                    self._apply(_read_event(packed))
-                    continue
-                snapshot = self._snapshot()
-                if snapshot is None or self._next >= snapshot.next - _KEPT_EVENTS:
+            while True:  # a missing key is not set, and returned as `_NONE`
+                packed = self._store.compare_set(f"event/{self._next}", _NONE, _NONE)
+                if packed == _NONE:
                     return
-                self._catch_up(snapshot)
+                self._apply(_read_event(packed))
 
     def _apply(self, event: _Event) -> None:
         with self._lock:
@@ -335,35 +286,6 @@ class Peers:
             else:
                 self._gone[event.gone] = event.how
         self._unreported.append(event)
-
-    def _catch_up(self, snapshot: _Snapshot) -> None:
-        """Apply a snapshot, because the next events were removed."""
-        with self._lock:
-            ids = [id for first, last in snapshot.gone for id in range(first, last + 1)]
-            lost = {id: snapshot.reasons.get(id, "") for id in ids if id not in self._gone}
-            new = [peer for peer in snapshot.members if peer.id not in self._by_id]
-            self._gone.update(lost)
-            self._by_id.update({peer.id: peer for peer in new})
-            self._next = snapshot.next
-        self._unreported.extend(_Event(gone=id, how=how) for id, how in lost.items())
-        self._unreported.extend(_Event(joined=peer) for peer in new)
-
-    def _compact(self) -> None:
-        """Write a snapshot, unless there is a newer one, and remove events that it includes."""
-        with self._lock:
-            there = [peer for id, peer in self._by_id.items() if id not in self._gone]
-            reasons = dict(list(self._gone.items())[-_KEPT_REASONS:])
-            mine = _Snapshot(self._next, tuple(there), _ranges_of(self._gone), reasons)
-        packed = _pack(mine)
-        while True:
-            old = self._peek("snapshot")
-            first = 0 if old is None else _read_snapshot(old).next
-            if first >= mine.next:
-                return
-            if self._store.compare_set("snapshot", old or "", packed) == packed:
-                break
-        for number in range(max(0, first - _KEPT_EVENTS), mine.next - _KEPT_EVENTS):
-            self._store.delete_key(f"event/{number}")
 
     def _wait(
         self, joined: Callable[[PeerAddress], None], gone: Callable[[int, str], None]
@@ -388,17 +310,6 @@ class Peers:
                 if not self._closed:
                     _log.warning("workers that join or leave RPC are no longer noticed: %s", error)
                 return
-
-
-def _ranges_of(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return numbers as pairs of first and last."""
-    ranges: list[tuple[int, int]] = []
-    for id in sorted(ids):
-        if ranges and ranges[-1][1] == id - 1:
-            ranges[-1] = (ranges[-1][0], id)
-        else:
-            ranges.append((id, id))
-    return tuple(ranges)
 
 
 def _check_name(peer: PeerAddress) -> None:

@@ -1,23 +1,17 @@
-"""Calls in `dure trace`: the last calls of each worker, their callees, and how long they waited.
+"""Calls in `dure trace`: the last calls of each worker, their callees, and how long they took.
 
 The flight recorder records a call as a message of a group "rpc" whose ranks are the workers' ids.
-While steps are recorded (`dure.trace.record_steps`), each call that runs here is a span: from its
-arrival to its end, with the time that it waited for a thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from time import monotonic_ns
 
-from dure.errors import RpcError
-from dure.rpc.message import MessageType, RpcMessage
+from dure.rpc.message import MessageType
 from dure.rpc.names import WorkerInfo
-from dure.trace import spans
 from dure.trace.flight import FlightRing, Origin, add_source, retire
 
-__all__ = ["OPS", "Recorder", "served"]
+__all__ = ["OPS", "Recorder"]
 
 OPS = {MessageType.CALL: "rpc", MessageType.MAKE: "remote", MessageType.FETCH: "to_here"}
 
@@ -53,31 +47,3 @@ class Recorder:
 
 def _ranks(last: int) -> tuple[int, ...]:
     return tuple(range(last + 1))
-
-
-def served(
-    me: int,
-    message: RpcMessage,
-    came_ns: int,
-    run: Callable[[RpcError | None], None],
-    refusal: RpcError | None,
-) -> None:
-    """Run a call of another worker, or refuse it, and emit a span."""
-    began_ns = monotonic_ns()
-    run(refusal)
-    ended_ns = monotonic_ns()
-    function = message.body.function.rpartition(":")[2] or OPS[MessageType(message.kind)]
-    details: dict[str, str | int | float] = {
-        "caller": message.sender,
-        "queued_ms": (began_ns - came_ns) / 1e6,
-        "ran_ms": (ended_ns - began_ns) / 1e6,
-    }
-    span = spans.Span(
-        name=function,
-        track=spans.CALLS,
-        global_rank=me,
-        start_ns=came_ns,
-        end_ns=ended_ns,
-        details=details,
-    )
-    spans.emit(span)

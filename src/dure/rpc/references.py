@@ -18,28 +18,18 @@ makes the caller a holder with the call itself: the reference is the call's toke
 `Held`. A reference may be passed on before the call that makes the value has arrived: the owner
 creates its entry with the first message about it.
 
-**Calls that may not have arrived.** Calls are never resent. When a connection breaks, the sender
-asks about the tokens of the calls that were under way (`Unsure`). The receiver answers `Declined`
-for calls that it never received, and refuses them if they arrive later.
-
-**Deaths.** Values of a dead process are lost. References that it held, or that were being sent to
-it, could have been passed on: some third process may have the reference from it, and its `Hold` may
-be on its way. So a process that has a dead holder, or a token to it, keeps both in *limbo*, and
-asks all others (`AskFlush`). They answer `Flushed` when they know of the death, have read all
-messages of the dead process, and hold at the owners what it passed on to them. If a process that
-was asked dies too, the others are asked about it as well; limbo ends for all dead processes at
-once.
-
-**Fetching.** A value is fetched by its holders, and by the process that makes it before the call
-has arrived. An owner refuses others.
+**Deaths.** Values of a dead process are lost. What it held, and what was being sent to it, is no
+longer kept for it. If it had passed a reference on, and no other process holds the value, the value
+may be freed before the receiver's `Hold` arrives: that is answered with `ValueGone`. So an owner
+remembers the references of values that it has freed, the last `_KEPT` of them.
 
 **Forged messages.** The numbers of references and tokens are partly random: only processes that
-were sent one know it. A message that ends or loses something counts only if it comes from the
-process that may send it: the owner, or the process that the token was sent to.
+were sent one know it, and may hold and fetch the value. A message that ends or loses something
+counts only if it comes from the process that may send it: the owner, or the process that the token
+was sent to.
 
 **Assumptions.** Messages of this protocol from one process to another arrive in order, once, while
-both live (`links`). A death is final: no event of a dead process follows `died`. All processes are
-announced (`joined`) before any other event about them.
+both live (`links`). A death is final: no event of a dead process follows `died`.
 
 Threads: the caller's lock guards the state.
 """
@@ -56,10 +46,7 @@ import msgspec
 __all__ = [
     "SEQUENCE_BITS",
     "Action",
-    "AskFlush",
-    "Declined",
     "Drop",
-    "Flushed",
     "Freed",
     "Held",
     "Hold",
@@ -70,7 +57,6 @@ __all__ = [
     "Send",
     "Token",
     "TokenAccepted",
-    "Unsure",
     "ValueGone",
 ]
 
@@ -82,6 +68,9 @@ Token = tuple[int, int]
 
 SEQUENCE_BITS = 24
 """The low bits of a number count; the others are random."""
+
+_KEPT = 10_000
+"""How many freed values an owner remembers, for references that arrive late."""
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -117,31 +106,7 @@ class TokenAccepted(msgspec.Struct, frozen=True, array_like=True, tag=4):
     token: Token
 
 
-class Unsure(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The connection broke: have the calls with these tokens arrived?"""
-
-    tokens: tuple[Token, ...]
-
-
-class Declined(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """These calls have not arrived and will be refused, or were settled before."""
-
-    tokens: tuple[Token, ...]
-
-
-class AskFlush(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Were all messages of `dead` read, and are the references in them held at their owners?"""
-
-    dead: int
-
-
-class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Yes, they were."""
-
-    dead: int
-
-
-Message = Hold | Held | Drop | ValueGone | TokenAccepted | Unsure | Declined | AskFlush | Flushed
+Message = Hold | Held | Drop | ValueGone | TokenAccepted
 
 
 # --- actions --------------------------------------------------------------------------------------
@@ -220,12 +185,8 @@ class References:
         self.me, self._new_number = me, new_number or _unguessable_numbers()
         self._entries: dict[RefId, _ReferenceState] = {}
         self._sent: dict[Token, _SentToken] = {}
-        self._refused: set[Token] = set()  # declined: refused if they arrive later
-        self._peers: set[int] = set()
+        self._freed: dict[RefId, None] = {}  # values of this process that others made
         self._dead: set[int] = set()
-        self._limbo: set[int] = set()  # dead processes whose holds and tokens still count
-        self._awaited: set[tuple[int, int]] = set()  # (process asked, dead): limbo waits for it
-        self._asked: set[tuple[int, int]] = set()  # (process that asks, dead): not answered yet
         self._actions: list[Action] = []
 
     # --- what a program does ---------------------------------------------------------------
@@ -268,18 +229,19 @@ class References:
 
     # --- messages --------------------------------------------------------------------------
 
-    def made(self, ref: RefId, sender: int) -> tuple[bool, list[Action]]:
-        """Handle a call that makes a value here; False if it was given up, and must not run.
+    def made(self, ref: RefId, sender: int) -> list[Action]:
+        """Handle a call that makes a value here.
 
-        A call makes only references that its sender has created.
+        Raises:
+            ValueError: Another process than the sender has created the reference.
         """
-        if sender in self._dead or ref in self._refused or ref[0] != sender:
-            return False, []
+        if ref[0] != sender:
+            raise ValueError(f"worker {sender} makes a value for a reference of worker {ref[0]}")
         entry = self._entries.setdefault(ref, _ReferenceState(self.me))
         entry.made = True
         entry.holders.add(sender)
         self._send(sender, Held(ref))
-        return True, self._take()
+        return self._take()
 
     def arrived(
         self, ref: RefId, owner: int, sender: int, token: Token
@@ -288,7 +250,7 @@ class References:
 
         It counts as one object, until `dropped`.
         """
-        if token in self._refused or owner in self._dead or sender in self._dead:
+        if owner in self._dead or sender in self._dead:
             return False, []
         if owner == self.me:
             entry = self._find_own(ref)
@@ -305,16 +267,13 @@ class References:
             entry.waiting.append((sender, token))
         return entry is not None, self._take()
 
-    def expect(self, ref: RefId, sender: int) -> bool:
-        """Whether a process may fetch a value of this one, which is made or may be made.
+    def expect(self, ref: RefId) -> bool:
+        """Whether this is the reference of a value of this process, which is made or may be made.
 
-        It must hold the reference, or be about to make the value. All reliable messages that it
-        sent before were handled (`RpcMessage.after`), so an unknown hold does not exist.
+        A process that knows the number was sent the reference, and its `Hold` may arrive later.
         """
-        entry = self._find_own(ref) if sender == ref[0] else self._entries.get(ref)
-        if entry is None or entry.owner != self.me:
-            return False
-        return sender in entry.holders or sender == self.me or (sender == ref[0] and not entry.made)
+        entry = self._find_own(ref)
+        return entry is not None and entry.owner == self.me
 
     def heard(self, sender: int, message: Message) -> list[Action]:
         """Handle a message of this protocol."""
@@ -322,44 +281,19 @@ class References:
             self._hear(sender, message)
         return self._take()
 
-    def unsure(self, to: int) -> list[Action]:
-        """Ask about the calls that were under way to a process when the connection broke."""
-        asked = tuple([token for token, sent in self._sent.items() if sent.to == to])
-        if asked:
-            self._send(to, Unsure(asked))
-        return self._take()
-
-    # --- processes -------------------------------------------------------------------------
-
-    def joined(self, peer: int) -> list[Action]:
-        """Handle that another process has joined."""
-        if peer not in self._peers | self._dead | {self.me}:
-            self._peers.add(peer)
-            for dead in self._limbo:
-                self._ask(peer, dead)
-        return self._take()
-
     def died(self, peer: int) -> list[Action]:
         """Handle that a process is gone for good; all events of it came before."""
         if peer in self._dead:
             return []
-        self._peers.discard(peer)
         self._dead.add(peer)
-        self._refused = {token for token in self._refused if token[0] != peer}
         for ref, entry in list(self._entries.items()):
             if entry.owner == peer or (ref[0] == peer and not entry.made):
                 self._lose(ref)
-        self._asked = {(by, dead) for by, dead in self._asked if by != peer}
-        self._awaited = {(by, dead) for by, dead in self._awaited if by != peer}
-        if (
-            self._limbo
-            or any(peer in entry.holders for entry in self._entries.values())
-            or any(sent.to == peer for sent in self._sent.values())
-        ):
-            self._limbo.add(peer)
-            for other in self._peers:
-                self._ask(other, peer)
-        self._leave_limbo()
+        for token in [token for token, sent in self._sent.items() if sent.to == peer]:
+            self._end(token)
+        for ref, entry in list(self._entries.items()):
+            entry.holders.discard(peer)
+            self._settle(ref)
         return self._take()
 
     # --- queries ---------------------------------------------------------------------------
@@ -394,7 +328,6 @@ class References:
         return self.me, self._new_number()
 
     def _take(self) -> list[Action]:
-        self._answer()
         actions, self._actions = self._actions, []
         return actions
 
@@ -421,15 +354,6 @@ class References:
                 self._lose(ref)
             case TokenAccepted(token) if self._was_sent(token, sender):
                 self._end(token)
-            case Unsure(tokens):
-                self._decline(sender, tokens)
-            case Declined(tokens):
-                self._take_back([token for token in tokens if self._was_sent(token, sender)])
-            case AskFlush(dead):
-                self._asked.add((sender, dead))
-            case Flushed(dead):
-                self._awaited.discard((sender, dead))
-                self._leave_limbo()
             case _:  # forged
                 pass
 
@@ -443,7 +367,7 @@ class References:
 
     def _find_own(self, ref: RefId) -> _ReferenceState | None:
         """Return a value of this process, also if the call that makes it may not have arrived."""
-        coming = ref[0] != self.me and ref[0] not in self._dead and ref not in self._refused
+        coming = ref[0] != self.me and ref[0] not in self._dead and ref not in self._freed
         if ref not in self._entries and coming:
             self._entries[ref] = _ReferenceState(self.me, made=False)
         return self._entries.get(ref)
@@ -459,16 +383,6 @@ class References:
         for sender, token in waiting:
             self._send(sender, TokenAccepted(token))
         self._settle(ref)
-
-    def _decline(self, sender: int, tokens: Iterable[Token]) -> None:
-        """Answer about calls that may be lost; those that are will be refused."""
-        expected = {token for entry in self._entries.values() for _, token in entry.waiting}
-        declined = tuple([token for token in tokens if token not in expected])
-        self._refused.update(declined)
-        for ref in declined:
-            if ref in self._entries and not self._entries[ref].made:
-                self._lose(ref)
-        self._send(sender, Declined(declined))
 
     def _end(self, token: Token) -> None:
         """No longer keep a reference for one message."""
@@ -493,6 +407,10 @@ class References:
         del self._entries[ref]
         if entry.owner == self.me:
             self._actions.append(Freed(ref))
+            if entry.made and ref[0] != self.me:
+                self._freed[ref] = None
+                if len(self._freed) > _KEPT:
+                    del self._freed[next(iter(self._freed))]
         else:
             self._send(entry.owner, Drop(ref))
 
@@ -508,28 +426,3 @@ class References:
         self._actions.append(ReferenceLost(ref))
         for holder in sorted(entry.holders):
             self._send(holder, ValueGone(ref))
-
-    def _ask(self, other: int, dead: int) -> None:
-        self._awaited.add((other, dead))
-        self._send(other, AskFlush(dead))
-
-    def _answer(self) -> None:
-        """Answer questions about dead processes whose references are all held."""
-        if not self._asked:
-            return
-        pending = {sender for entry in self._entries.values() for sender, _ in entry.waiting}
-        ready = {(by, dead) for by, dead in self._asked if dead in self._dead - pending}
-        self._asked -= ready
-        for by, dead in sorted(ready):
-            self._send(by, Flushed(dead))
-
-    def _leave_limbo(self) -> None:
-        """When all answers have arrived, end the holds of dead processes and the tokens to them."""
-        if self._awaited or not self._limbo:
-            return
-        gone, self._limbo = self._limbo, set[int]()
-        for token in [token for token, sent in self._sent.items() if sent.to in gone]:
-            self._end(token)
-        for ref, entry in list(self._entries.items()):
-            entry.holders -= gone
-            self._settle(ref)

@@ -7,13 +7,12 @@ return through a connection that the answering process opens. Keys are derived f
 it. A message is cut into frames, each a ZeroMQ message, so that ZeroMQ never holds a large message:
 frames are sent from the sender's copy, and received into the memory that the receiver will use.
 
-When a connection breaks, its queued messages are dropped and both ends are notified, the receiver
-after all that arrived through it: messages that were under way may or may not have arrived. A
-process that answers and exits breaks both connections, and the one to it may break before its
-answer was read from the other. So a break is reported when nothing can arrive from the peer
-anymore, or after `_FINISH_S`. The next message opens another connection. A connection to a peer on
-another host is reopened at once, because only that shows whether the peer still runs; a peer that
-cannot be reached for some time is reported as unreachable.
+A connection is opened once. Attempts are repeated until the peer has answered; a peer of another
+host that does not answer for some time is reported as unreachable. So is a peer whose connection
+breaks, in either direction: messages under way may be lost, and are not resent. A process that
+answers and exits breaks both connections, and the one to it may break before its answer was read
+from the other. So a break is reported after `_FINISH_S`, in which messages that have arrived are
+read and the reason may become known (`transport`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -34,7 +33,6 @@ import zmq
 
 from dure.errors import StoreError
 from dure.rpc.failures import malformed_message
-from dure.store.address import is_refused
 from dure.store.key import JobKey
 from dure.store.listener import Listener
 from dure.store.monitored import MonitoredSocket
@@ -43,18 +41,16 @@ from dure.store.silence import ListeningClock, silence_s
 from dure.store.wire import FRAME_LIMIT, MAX_FRAME_BYTES
 from dure.trace import logs
 
-__all__ = ["Assembly", "SocketReceiver", "Sockets", "frames_of"]
+__all__ = ["Assembly", "Sockets", "frames_of"]
 
 _GUARDING = Guarding(what="rpc", waiting_requests=32, waiting_replies=1)
 _WAITING_FRAMES = 32  # per connection, in ZeroMQ's memory
 _BURST = 64  # frames of one connection before other connections are served
 _PAUSE_S = 0.1  # between two attempts to connect
-_REFUSED_S = 10.0  # after which a process whose port refuses connections is unreachable
 _BUSY_S = 1.0  # for which this thread may be busy; more counts as a pause of this process
-_ASK_S = 2.0  # between two checks whether a port refuses connections
 _CLOSE_S = 1.0  # for queued messages to be sent when this process leaves
 _LOOK_S = 0.2  # between two checks of processes that have no pidfd
-_FINISH_S = 1.0  # until all connections of a process that ended, or of which one broke, are closed
+_FINISH_S = 1.0  # for all connections of a process to be closed, after its end or a break
 _MOST_SOCKETS = 16_383
 _LONGEST_POLL_S = 3600.0
 _HELLO = b"\0"
@@ -146,19 +142,6 @@ class Assembly:
         return self._body, memories
 
 
-class SocketReceiver(Protocol):
-    """Receives messages and events, in the sockets' thread; its methods return quickly."""
-
-    def message(self, sender: int, body: bytes, memories: list[torch.Tensor]) -> None:
-        """Receive a message."""
-
-    def broken(self, peer: int) -> None:
-        """Handle that a connection from or to a process broke, after its last message."""
-
-    def unreachable(self, peer: int) -> None:
-        """Handle that a process of another host could not be reached for too long."""
-
-
 @dataclass(slots=True, eq=False)
 class _Incoming:
     """A connection from a peer; if `sender` is None, its frames are ignored."""
@@ -175,8 +158,7 @@ class _Outgoing:
         near: Whether the peer is on this host.
         frame: The frame that ZeroMQ has not accepted yet.
         link: The socket, if the connection is open or being opened.
-        since: When it was found closed, by the sockets' clock.
-        refused: Whether the peer's host refuses connections to its port.
+        since: When the first attempt to open it began, by the sockets' clock.
     """
 
     peer: int
@@ -191,8 +173,6 @@ class _Outgoing:
     open: bool = False
     since: float = 0.0
     retry_at: float = 0.0
-    refused: bool = False
-    ask_at: float = 0.0
 
 
 class Sockets:
@@ -234,7 +214,7 @@ class Sockets:
         self._posted: deque[_Outgoing | Callable[[], None]] = deque()  # for the thread
         self._connections: dict[int, _Outgoing] = {}
         self._closed: set[_Outgoing] = set()  # to be opened
-        self._broken: dict[_Outgoing, float] = {}  # until when the report of a break is delayed
+        self._broken: dict[int, float] = {}  # by peer: until when the report of a break is delayed
         self._monitors: dict[zmq.Socket[bytes], _Outgoing] = {}
         self._full: set[_Outgoing] = set()  # whose sockets accept no more frames now
         self._incoming: dict[bytes, _Incoming] = {}
@@ -247,9 +227,22 @@ class Sockets:
         self._clock = ListeningClock()  # measures how long processes are unreachable
         self._thread = threading.Thread(target=self._run, name="dure-rpc-sockets", daemon=True)
 
-    def start(self, own_id: int, receiver: SocketReceiver) -> None:
-        """Start to receive and to send."""
-        self._receiver, self._hello = receiver, _HELLO + _pack(_Hello(self._world, own_id))
+    def start(
+        self,
+        own_id: int,
+        receive: Callable[[bytes, Sequence[torch.Tensor], int], None],
+        unreachable: Callable[[int], None],
+    ) -> None:
+        """Start to receive and to send.
+
+        Args:
+            own_id: The id of this process.
+            receive: Called with the body, the memories and the sender of each message.
+            unreachable: Called with a process to which no connection could be opened, or with which
+                one broke. Both are called in the sockets' thread, and return quickly.
+        """
+        self._receive, self._unreachable = receive, unreachable
+        self._hello = _HELLO + _pack(_Hello(self._world, own_id))
         self._thread.start()
 
     def send(
@@ -356,10 +349,8 @@ class Sockets:
                 item()
             elif item.open:
                 self._pump(item)
-            elif item in self._broken:
-                continue  # its queue is dropped when the break is reported
-            elif item.link is None and self._connections.get(item.peer) is item:
-                item.since = item.since or self._clock.now()
+            elif not item.since and self._connections.get(item.peer) is item:
+                item.since = self._clock.now()
                 self._closed.add(item)
         for descriptor in ready.keys() & self._watched.keys():
             self._poller.unregister(descriptor)
@@ -371,8 +362,6 @@ class Sockets:
             self._gone(gone)
         if self._guarded.socket in ready:
             self._read(_BURST)
-        if self._broken:
-            self._report_breaks()
         for monitor, out in [each for each in self._monitors.items() if each[0] in ready]:
             self._handle_events(out, monitor)
         for out in [out for out in self._full if out.link and out.link.socket in ready]:
@@ -386,11 +375,15 @@ class Sockets:
     def _handle_timeouts(self) -> None:
         now = time.monotonic()
         for out in list(self._closed):
-            if not out.near and self._clock.now() >= out.since + self._patience_s(out):
+            if not out.near and self._clock.now() >= out.since + self._unreachable_s:
                 self._closed.discard(out)
-                self._receiver.unreachable(out.peer)
+                self._unreachable(out.peer)
             elif out.link is None and now >= out.retry_at:
                 self._connect(out)
+        for peer in [peer for peer, until in self._broken.items() if now >= until]:
+            self._read_all()
+            del self._broken[peer]
+            self._unreachable(peer)
         for peer, (until, then) in list(self._finishing.items()):
             if now >= until:
                 del self._finishing[peer]
@@ -400,23 +393,6 @@ class Sockets:
             for one in [one for one in self._polled if one[0]()]:
                 self._polled.remove(one)
                 self._post(one[1])  # so that an error in it affects no other
-
-    def _patience_s(self, out: _Outgoing) -> float:
-        """Return for how long to try to reach a process of another host."""
-        return min(self._unreachable_s, _REFUSED_S) if out.refused else self._unreachable_s
-
-    def _check_refused(self, out: _Outgoing) -> None:
-        """Check every `_ASK_S`, in a thread, whether the port of a process refuses connections."""
-        now = time.monotonic()
-        if out.near or now < out.ask_at:
-            return
-        out.ask_at = now + _ASK_S
-
-        def ask() -> None:
-            refused = is_refused(out.endpoint)
-            self._post(lambda: setattr(out, "refused", refused and not out.open))
-
-        threading.Thread(target=ask, name="dure-rpc-ask", daemon=True).start()
 
     # --- receiving ---------------------------------------------------------------------------
 
@@ -454,14 +430,15 @@ class Sockets:
         elif incoming.sender is not None:
             complete = incoming.assembly.take(frame)
             if complete is not None:
-                self._receiver.message(incoming.sender, *complete)
+                self._receive(*complete, incoming.sender)
 
     def _gone(self, client: bytes) -> None:
         incoming = self._incoming.pop(client, None)
         if incoming is None or incoming.sender is None:
             return
-        self._receiver.broken(incoming.sender)
-        if incoming.sender in self._finishing and not self._comes_from(incoming.sender):
+        if incoming.sender not in self._finishing:
+            self._broke(incoming.sender)
+        elif not self._comes_from(incoming.sender):
             self._finishing.pop(incoming.sender)[1]()
 
     def _comes_from(self, peer: int) -> bool:
@@ -498,37 +475,20 @@ class Sockets:
             if event is None:
                 return
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                out.open, out.since, out.refused = True, 0.0, False
+                out.open = True
                 self._closed.discard(out)
                 out.frames = iter((self._hello,))
                 self._pump(out)
             elif out.open:
-                self._break(out)
+                self._shut(out)
+                self._broke(out.peer)
             else:
                 self._shut(out)
                 out.retry_at = time.monotonic() + _PAUSE_S
-                self._check_refused(out)
 
-    def _break(self, out: _Outgoing) -> None:
-        self._shut(out)
-        out.since = self._clock.now()
-        self._broken[out] = time.monotonic() + _FINISH_S
-        self._post(lambda: None)  # so that `_serve` soon reads all that has arrived by now
-
-    def _report_breaks(self) -> None:
-        """Report broken connections to peers from which nothing can arrive anymore."""
-        self._read_all()
-        now = time.monotonic()
-        for out, until in list(self._broken.items()):
-            may_arrive = self._comes_from(out.peer) or self._guarded.num_joining > 0
-            if may_arrive and now < until:
-                continue
-            del self._broken[out]
-            out.queue.clear()
-            self._receiver.broken(out.peer)
-            if not out.near and self._connections.get(out.peer) is out:
-                out.retry_at = now
-                self._closed.add(out)
+    def _broke(self, peer: int) -> None:
+        """Report soon that a connection from or to a process broke."""
+        self._broken.setdefault(peer, time.monotonic() + _FINISH_S)
 
     def _shut(self, out: _Outgoing) -> None:
         """Close the socket of a connection, if it has one."""
@@ -569,9 +529,9 @@ class Sockets:
             self._poller.unregister(out.link.socket)
 
     def _forget(self, peer: int) -> None:
+        self._broken.pop(peer, None)
         out = self._connections.pop(peer, None)
         if out is not None:
             self._closed.discard(out)
-            self._broken.pop(out, None)
             out.queue.clear()
             self._shut(out)

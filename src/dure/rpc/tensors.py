@@ -4,8 +4,8 @@ Each row describes a tensor: dtype, shape, strides, and its offset in one of the
 A storage is sent once per message, however many tensors are views of it, and only the part that
 they cover. So tensors that share memory at the sender share it at the receiver.
 
-A sparse tensor is its indices and its values, which are checked when it is rebuilt; a tensor of the
-meta device has no memory. Tensors of other devices are copied through the host.
+A sparse tensor (COO) is its indices and its values, which are checked when it is rebuilt; a tensor
+of the meta device has no memory. Tensors of other devices are copied through the host.
 """
 
 from __future__ import annotations
@@ -19,15 +19,6 @@ from dure import native
 from dure.comm.codes import dtype_code, dtype_name
 
 __all__ = ["TensorRow", "TensorTable", "describe_dense", "is_dense", "rebuild"]
-
-_PARTS = {
-    "sparse_coo": ("_indices", "_values"),
-    "sparse_csr": ("crow_indices", "col_indices", "values"),
-    "sparse_csc": ("ccol_indices", "row_indices", "values"),
-    "sparse_bsr": ("crow_indices", "col_indices", "values"),
-    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
-}
-"""For each sparse layout, the methods that return its parts."""
 
 _ALIGNMENT = 64
 """The part of a storage that is sent starts at a multiple of this: valid for every dtype."""
@@ -44,9 +35,8 @@ class TensorRow(msgspec.Struct, array_like=True, frozen=True):
     requires_grad: bool = False
     parameter: bool = False
     device: str = "cpu"  # at the receiver
-    parts: tuple[int, ...] = ()  # of a sparse tensor: rows of its indices and values, before this
+    sparse: bool = False  # the two rows before this one are its indices and its values
     coalesced: bool = False
-    layout: str = ""  # of a sparse tensor
 
 
 class TensorTable:
@@ -76,9 +66,8 @@ class TensorTable:
         """
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return None
-        layout = str(tensor.layout).removeprefix("torch.")
-        if layout in _PARTS:
-            self._add_sparse(tensor, layout)
+        if tensor.layout is torch.sparse_coo:
+            self._add_sparse(tensor)
         elif tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested):
             self._add_strided(tensor)
         else:
@@ -143,26 +132,23 @@ class TensorTable:
         self._rows.append(row)
         self.sources.append(tensor)
 
-    def _add_sparse(self, tensor: torch.Tensor, layout: str) -> None:
+    def _add_sparse(self, tensor: torch.Tensor) -> None:
         plain = tensor.detach()
-        rows = self._rows
-        parts = [getattr(plain, name)() for name in _PARTS[layout]]
-        for part in parts:
-            self._add_strided(part)
+        self._add_strided(plain._indices())
+        self._add_strided(plain._values())
         row = TensorRow(
             memory=-1,
-            dtype=rows[-1].dtype,
+            dtype=self._rows[-1].dtype,
             shape=tuple(plain.shape),
             stride=(),
             offset=0,
             requires_grad=tensor.requires_grad,
             parameter=isinstance(tensor, torch.nn.Parameter),
-            device=rows[-1].device,
-            parts=tuple(range(len(rows) - len(parts), len(rows))),
-            coalesced=layout == "sparse_coo" and plain.is_coalesced(),
-            layout=layout,
+            device=self._rows[-1].device,
+            sparse=True,
+            coalesced=plain.is_coalesced(),
         )
-        rows.append(row)
+        self._rows.append(row)
         self.sources.append(tensor)
 
 
@@ -209,7 +195,7 @@ def rebuild(
         return [tensor.requires_grad_() if inline[0] else tensor]
     made: list[torch.Tensor] = []
     for row in rows:
-        tensor = _rebuild_sparse(row, made) if row.parts else _rebuild_strided(row, memories)
+        tensor = _rebuild_sparse(row, *made[-2:]) if row.sparse else _rebuild_strided(row, memories)
         if row.parameter:
             made.append(torch.nn.Parameter(tensor, requires_grad=row.requires_grad))
         else:
@@ -217,28 +203,13 @@ def rebuild(
     return made
 
 
-def _rebuild_sparse(row: TensorRow, before: Sequence[torch.Tensor]) -> torch.Tensor:
-    values = before[row.parts[-1]]
-    # Copies: other tensors of the message may share that memory, and change what was checked.
-    indices = [before[number].clone() for number in row.parts[:-1]]
-    if len(row.parts) != len(_PARTS.get(row.layout, ())):
-        raise ValueError(f"invalid tensor in a message: {row}")
-    if row.layout == "sparse_coo":
-        return torch.sparse_coo_tensor(
-            indices[0],
-            values,
-            row.shape,
-            device=values.device,
-            is_coalesced=row.coalesced,
-            check_invariants=True,
-        )
-    return torch.sparse_compressed_tensor(
-        indices[0],
-        indices[1],
+def _rebuild_sparse(row: TensorRow, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        indices.clone(),  # other tensors may share that memory, and change what was checked
         values,
         row.shape,
-        layout=getattr(torch, row.layout),
         device=values.device,
+        is_coalesced=row.coalesced,
         check_invariants=True,
     )
 

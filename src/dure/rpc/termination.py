@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -33,9 +32,6 @@ __all__ = ["Gatherings", "all_gather", "wait_all_workers", "wait_for_own"]
 
 _MOST_S = 0.05
 """The longest pause between two rounds."""
-
-_WITHDRAW_S = 1.0
-"""How long a worker that has timed out waits until the leader has removed its entries."""
 
 Future = torch.futures.Future[Any]
 
@@ -76,13 +72,6 @@ class Gatherings:
         self._look(key)
         return DeferredResult(future, counted=False)
 
-    def withdraw(self, keys: Collection[str], name: str) -> None:
-        """Remove the entries of a worker whose call has timed out."""
-        with self._lock:
-            for gathering in filter(None, map(self._open.get, keys)):
-                gathering.values.pop(name, None)
-                gathering.futures.pop(name, None)
-
     def died(self, name: str, error: PeerLost) -> None:
         """Continue without a worker that died, or fail gatherings that need it."""
         with self._lock:
@@ -112,11 +101,6 @@ class Gatherings:
 def enter(key: str, name: str, value: Any, names: set[str], without_dead: bool) -> DeferredResult:
     """Take part in a gathering, at the leader."""
     return current().gatherings.enter(key, name, value, names, without_dead)
-
-
-def withdraw(keys: Collection[str], name: str) -> None:
-    """Remove a worker's entries in gatherings, at the leader."""
-    current().gatherings.withdraw(keys, name)
 
 
 def report() -> tuple[int, int]:
@@ -171,19 +155,14 @@ def wait_all_workers(agent: RpcAgent, timeout: float = 0.0) -> None:
         workers = agent.workers
         leader = min(workers, key=lambda worker: worker.name)
         rest = agent.me.name, None, {worker.name for worker in workers}, True
-        keys = f"end/{leader.id}/all", f"end/{leader.id}/go"
         try:
-            agent.caller.ask(leader, enter, (keys[0], *rest), _left(deadline))
+            agent.caller.ask(leader, enter, (f"end/{leader.id}/all", *rest), _left(deadline))
             if leader.id == agent.me.id:
                 _wait_until_quiet(agent, deadline)
-            agent.caller.ask(leader, enter, (keys[1], *rest), _left(deadline))
+            agent.caller.ask(leader, enter, (f"end/{leader.id}/go", *rest), _left(deadline))
         except PeerLost as lost:
             if lost.peer == leader.id:
                 continue
-            raise
-        except RpcError:  # timed out; its entries must not count for its next call
-            with suppress(RpcError):
-                agent.caller.ask(leader, withdraw, (keys, agent.me.name), _WITHDRAW_S)
             raise
         return
 

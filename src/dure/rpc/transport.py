@@ -7,57 +7,54 @@ message that is too long for a ring. A process has 16 rings for the processes th
 ring is full, or all are taken, the message goes through a socket, so a sender never waits for a
 receiver.
 
-**Between hosts** all messages go through sockets (`sockets`). So they do if a process cannot map
-the memory of another on its host (a limit of address space, another container). The receiver
-notices that: it returns the message, and the sender resends it and all later ones through a socket.
+**Between hosts** all messages go through sockets (`sockets`). A process that cannot map the memory
+of another on its host (a limit of address space) cannot take part with it.
 
 **Deaths.** The kernel reports processes of this host that end, by their pidfds; if there are none,
-the sockets' thread polls. Processes of other hosts are gone if they cannot be reached for some
-time, or if others have reported them (`peers`). A process that leaves reports that itself: in the
-log, or, if there is none, in a last message. Messages of a process are read before the program
-learns that it is gone; one that a thread is handling at that moment may be dropped.
+the sockets' thread polls. Processes of other hosts are gone if a connection to or from them breaks
+or cannot be opened, or if others have reported them (`peers`). A process that leaves reports that
+itself: in the log, or, if there is none, in a last message. Messages of a process are read before
+the program learns that it is gone; one that a thread is handling at that moment may be dropped.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from dure import native
-from dure.errors import PeerLost
-from dure.rpc.codec import Body
+from dure.errors import PeerLost, RpcError
 from dure.rpc.failures import malformed_message
 from dure.rpc.memory import INLINE_BYTES, MemoryRow, bytes_of, describe, give, own, take
-from dure.rpc.message import Receiver, RpcMessage, Transport, Waiter, Work
+from dure.rpc.message import RpcMessage, Work
 from dure.rpc.peers import LEFT, PeerAddress, Peers
-from dure.rpc.sockets import SocketReceiver, Sockets
+from dure.rpc.sockets import Sockets
 from dure.rpc.workers import Workers
 from dure.store.identity import alive
 from dure.trace import logs
+
+if TYPE_CHECKING:
+    from dure.rpc.agent import RpcAgent
 
 __all__ = ["HostTransport"]
 
 _RING_BYTES = 16 << 10
 """Messages above this size travel as memory do."""
 
-_RINGS = 16
-_BUSY = 64  # messages to a process after which it gets a ring, if there are more processes
 _TO_SELF = b"\xc0"  # in the inbox, represents the next message in `HostTransport._to_self`
 _ELSEWHERE = -1  # the type of a message that contains only the address of a long message
 _LEAVING = -2  # the type of the last message of a process
-_UNREAD = -3  # the type of a message that returns one whose memory the receiver cannot map
 
 _CLOSE_S = 1.0  # for running calls to end when this process leaves
 
@@ -80,23 +77,19 @@ class _Route:
 
     Attributes:
         near: Whether it is on this host.
-        process: Its memory, if it can be mapped.
-        shares: The same, unless the peer has reported that it cannot map this process's memory.
-        sent: Counts messages sent to it without a ring.
+        process: Its memory, if it is on this host.
         lost: How it ended.
     """
 
     peer: PeerAddress
     near: bool
     process: native.Process | None = None
-    shares: native.Process | None = None
     outbox: native.Outbox | None = None
-    sent: itertools.count[int] = field(default_factory=itertools.count)
     lost: str | None = None
 
 
-class HostTransport(Transport, SocketReceiver):
-    """The `Transport` (see `message`) between processes that share a store.
+class HostTransport:
+    """Carries messages between processes that share a store.
 
     Args:
         inbox: This process's.
@@ -128,19 +121,33 @@ class HostTransport(Transport, SocketReceiver):
         self._claiming = threading.Lock()
         self._closed = False
 
-    def start(self, receiver: Receiver) -> None:
+    def start(self, receiver: RpcAgent) -> None:
+        """Start to receive; `joined` is called for all known processes before this returns.
+
+        The methods of `receiver` that this object calls return quickly: `joined`, `receive`, whose
+        result is run as a call, in order of arrival and as far as there are free slots, and `died`,
+        once for each process that is gone for good, after its last message.
+        """
         self._receiver = receiver
         receiver.joined(self._id, self.peers.me.name)
         self.peers.watch(self._add, self._lost)
-        self._sockets.start(self._id, self)
+        self._sockets.start(self._id, self._hand_over, self.unreachable)
         self._workers.start()
 
     def look(self, to: str | int) -> None:
+        """Check whether a process of that name or id has joined; if so, `joined` is called."""
         peer = self.peers.named(to) if isinstance(to, str) else self.peers.find(to)
         if peer is not None:
             self._add(peer)
 
     def send(self, to: int, message: RpcMessage, memories: Sequence[torch.Tensor]) -> None:
+        """Send a message; the memories (contiguous) are copied before this returns.
+
+        Never waits for the receiver. A process may send to itself.
+
+        Raises:
+            PeerLost: The process is known to be gone.
+        """
         if to == self._id:
             self._to_self.append((message, [own(memory) for memory in memories]))
             self._inbox.post(_TO_SELF)
@@ -151,7 +158,7 @@ class HostTransport(Transport, SocketReceiver):
             route = self._route(to)
         if route is None or route.lost is not None:
             raise PeerLost(f"process {to} is gone", peer=to, seen=(route and route.lost) or "")
-        process = route.shares
+        process = route.process
         if process is None:
             self._send_through_socket(route, message, memories)
             return
@@ -164,13 +171,23 @@ class HostTransport(Transport, SocketReceiver):
         if outbox is None or not outbox.send(packed):
             self._sockets.send(to, route.peer.endpoint, route.near, packed, ())
 
-    def ticket(self) -> Waiter:
+    def ticket(self) -> native.Ticket:
+        """Return a new event."""
         return native.Ticket()
 
-    def complete(self, ticket: Any) -> None:
+    def complete(self, ticket: native.Ticket) -> None:
+        """Set an event."""
         self._inbox.complete(ticket)
 
-    def wait(self, ticket: Any, seconds: float = inf) -> bool:
+    def wait(self, ticket: native.Ticket, seconds: float = inf) -> bool:
+        """Wait for an event, and receive messages in that time.
+
+        Code of the program is left to other threads, and a thread that runs a call gives its slot
+        to another call while it waits.
+
+        Returns:
+            Whether the event was set; False after `seconds`, or if the transport was closed.
+        """
         deadline = inf if seconds == inf else time.monotonic() + seconds
         patience_s = _PATIENCE_S[threading.get_ident() == _MAIN]
         aside = self._workers.step_aside()
@@ -193,9 +210,15 @@ class HostTransport(Transport, SocketReceiver):
         return ticket.done
 
     def submit(self, work: Work) -> None:
+        """Run work in one of the transport's threads, as if it were a call."""
         self._workers.submit(work)
 
     def close(self, known: bool = False) -> None:
+        """Stop receiving; returns when no call runs, or soon after.
+
+        Args:
+            known: Whether all others know that this process ends, so that it need not notify them.
+        """
         if self._closed:
             return
         self._closed = True
@@ -210,7 +233,7 @@ class HostTransport(Transport, SocketReceiver):
         self._leave()
         _kept.append(self._inbox)
         for route in self._routes.values():
-            route.outbox = route.process = route.shares = None
+            route.outbox = route.process = None
 
     def _take_leave(self, route: _Route) -> None:
         """Notify a process that this one leaves, after all other messages to it."""
@@ -232,14 +255,21 @@ class HostTransport(Transport, SocketReceiver):
         with self._joining:
             if peer.id in self._routes:
                 return
-            route = _Route(peer, peer.process.host_id == self._host)
+            route, problem = _Route(peer, peer.process.host_id == self._host), ""
             if route.near and self._shared_memory:
-                with suppress(OSError):  # in another container, perhaps
-                    route.process = route.shares = native.heap_peer(*peer.heap)
+                try:
+                    route.process = native.heap_peer(*peer.heap)
+                except OSError as error:
+                    problem = f"its memory cannot be mapped: {error}"
+                    if not self.peers.logged and alive(peer.process):
+                        fix = "Raise the limit of address space (ulimit -v)."
+                        raise RpcError(problem, peer=peer.id, seen=str(peer), fix=fix) from None
             self._receiver.joined(peer.id, peer.name)
             self._routes[peer.id] = route
         if route.near:
             self._watch(route)
+        if problem:
+            self._give_up(route, problem)
 
     def _watch(self, route: _Route) -> None:
         """Have `_ended` called when a process of this host ends."""
@@ -298,9 +328,17 @@ class HostTransport(Transport, SocketReceiver):
             if route.lost is not None or self._closed:
                 return
             route.lost = how
-            route.outbox = route.process = route.shares = None
+            route.outbox = route.process = None
         self._sockets.forget(route.peer.id)
         self._receiver.died(route.peer.id, how)
+
+    def _give_up(self, route: _Route, how: str) -> None:
+        """End a process that this one cannot exchange messages with."""
+        if route.lost is not None or self._closed:
+            return
+        if not (route.near and alive(route.peer.process) is False):  # else `_ended` handles that
+            self._end(route, how)
+            self.peers.give_up(route.peer.id, how)
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -322,11 +360,9 @@ class HostTransport(Transport, SocketReceiver):
         self._sockets.send(route.peer.id, route.peer.endpoint, route.near, _encode(message), raw)
 
     def _claim(self, route: _Route, process: native.Process) -> native.Outbox | None:
-        """Claim a ring: at once if there are enough for all, else after `_BUSY` messages."""
-        if len(self._routes) > _RINGS and (next(route.sent) + 1) % _BUSY:
-            return None
+        """Claim a ring of a process; None if all are taken."""
         with self._claiming:
-            if route.outbox is None and route.shares is not None:
+            if route.outbox is None and route.process is not None:
                 route.outbox = native.Outbox.claim(process, route.peer.inbox)
             return route.outbox
 
@@ -357,14 +393,7 @@ class HostTransport(Transport, SocketReceiver):
             if message.kind == _LEAVING:
                 self._lost(route.peer.id, LEFT)
                 return None
-            if message.kind == _UNREAD:
-                self._send_again(route, message.body.pickled)
-                return None
             process = route.process
-            if process is None and any(row.offset >= 0 for row in message.memories):
-                returned = RpcMessage(_UNREAD, self._id, body=Body(packed))
-                self._send_through_socket(route, returned, ())
-                return None
             if message.kind == _ELSEWHERE:
                 message = _read_elsewhere(process, message)
             for row in message.body.references:  # the owner may have just joined
@@ -385,24 +414,6 @@ class HostTransport(Transport, SocketReceiver):
             _log.error("a message is ignored: %s", malformed, exc_info=error)
             return None
 
-    def _send_again(self, route: _Route, packed: bytes) -> None:
-        """Resend a message whose receiver cannot map this process's memory.
-
-        Only a process of this host may return one. Others were sent no offsets in this memory, so
-        offsets from them would be forged.
-        """
-        if route.process is None:
-            raise ValueError("a returned message that was sent without shared memory")
-        with self._claiming:
-            route.outbox = route.shares = None
-        message, own_memory = _decode(packed), native.heap_peer(*self.peers.me.heap)
-        if message.sender != self._id:
-            raise ValueError(f"a returned message of worker {message.sender}")
-        if message.kind == _ELSEWHERE:
-            message = _read_elsewhere(own_memory, message)
-        memories = [_read_memory(own_memory, row) for row in message.memories]
-        self._send_through_socket(route, message, memories)
-
     def _hand_over(
         self, packed: bytes, raw: Sequence[torch.Tensor] = (), sender: int | None = None
     ) -> None:
@@ -411,25 +422,17 @@ class HostTransport(Transport, SocketReceiver):
         if work is not None:
             self._workers.submit(work)
 
-    # --- events of the sockets ----------------------------------------------------------------
-
-    def message(self, sender: int, body: bytes, memories: list[torch.Tensor]) -> None:
-        self._hand_over(body, memories, sender)
-
-    def broken(self, peer: int) -> None:
-        route = self._routes.get(peer)
-        if route is not None and route.lost is None and not self._closed:
-            self._receiver.broken(peer)
-
     def unreachable(self, peer: int) -> None:
-        route, how = self._routes[peer], "it could not be reached"
-        self._end(route, how)
-        self.peers.give_up(peer, how)
+        """Handle that no connection to a process could be opened, or that one broke."""
+        route = self._routes.get(peer)
+        if route is not None:
+            self._give_up(route, "it could not be reached")
 
 
 def _read_elsewhere(process: native.Process | None, message: RpcMessage) -> RpcMessage:
     """Return the long message that is in the memory of its sender."""
-    assert process is not None
+    if process is None:
+        raise ValueError("an address in the memory of another host")
     there = message.memories[0]
     return _decode(memoryview(native.heap_take(process, there.offset, there.nbytes)))
 
@@ -437,7 +440,8 @@ def _read_elsewhere(process: native.Process | None, message: RpcMessage) -> RpcM
 def _read_memory(process: native.Process | None, row: MemoryRow) -> torch.Tensor:
     """Return memory that came with a message, or that the process has given."""
     if row.offset >= 0:
-        assert process is not None
+        if process is None:
+            raise ValueError("an address in the memory of another host")
         return take(process, row)
     if not row.data:
         return torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -9,19 +9,17 @@ Threads: the agent's lock guards the table and the state machine.
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dure.errors import RpcError
-from dure.rpc import references
+from dure.rpc import failures, references
 from dure.rpc.codec import ReferenceRow
 from dure.rpc.references import Freed, Held, ReferenceLost, References, RefId, Send, TokenAccepted
 from dure.rpc.rref import RRef
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["TOPIC", "Value", "Values"]
 
 TOPIC = 0
-"""Of reliable messages about references."""
+"""Of reports about references."""
 
 _FORGET_S = 0.01
 """How long a freed object may be counted, if no other message is sent."""
@@ -43,22 +41,16 @@ _decoder = msgspec.msgpack.Decoder(references.Message)
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """A value that was made, or will be."""
+    """A value that was made, or will be.
+
+    Attributes:
+        failure: The error of the call that was to make it (`failures.encode`); empty if none.
+    """
 
     done: bool = False
     value: Any = None
-    error: BaseException | None = None
-    trace: TracebackType | None = None  # of the error, as it was when it was raised
+    failure: bytes = b""
     watchers: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
-
-
-def _trace(error: BaseException) -> TracebackType | None:
-    """Return the program's part of an error's traceback, with the frames' variables cleared."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals["__name__"].startswith("dure.rpc."):
-        trace = trace.tb_next
-    traceback.clear_frames(trace)
-    return trace
 
 
 class Values:
@@ -88,15 +80,13 @@ class Values:
             self._values[ref] = Value()
             return ref
 
-    def set(self, ref: RefId, value: Any, error: BaseException | None = None) -> None:
-        """Set a value of this process, and notify its watchers."""
+    def set(self, ref: RefId, value: Any, failure: bytes = b"") -> None:
+        """Set a value of this process, or why there is none, and notify its watchers."""
         with self._lock:
             entry = self._values.get(ref)
             if entry is None:
                 return  # no process refers to it anymore
-            entry.value, entry.error, entry.done = value, error, True
-            if error is not None:
-                entry.trace = _trace(error)
+            entry.value, entry.failure, entry.done = value, failure, True
             watchers, entry.watchers = entry.watchers, []
         for watcher in watchers:
             watcher()
@@ -116,8 +106,8 @@ class Values:
                 entry.watchers.append(partial(transport.complete, ticket))
         if ticket is not None and not transport.wait(ticket):
             raise RpcError("RPC was shut down before this value was made")
-        if entry.error is not None:
-            raise entry.error.with_traceback(entry.trace)
+        if entry.failure:
+            raise failures.decode(entry.failure, self._agent.me.id)
         return entry.value
 
     def pack(self, ref: RefId, to: int) -> ReferenceRow:
@@ -175,27 +165,27 @@ class Values:
 
     # --- messages and events, with the lock --------------------------------------------------
 
-    def find(self, ref: RefId, sender: int, watcher: Callable[[Value], None]) -> Value | None:
-        """Return a value for a process that fetches it; None if that holds no reference to it.
+    def find(self, ref: RefId, watcher: Callable[[Value], None]) -> Value | None:
+        """Return a value for a process that fetches it; None if there is no such reference.
 
         If the value is not made yet, `watcher` is called when it is.
         """
-        if not self._references.expect(ref, sender):
+        if not self._references.expect(ref):
             return None
         value = self._values.setdefault(ref, Value())
         if not value.done:
             value.watchers.append(partial(watcher, value))
         return value
 
-    def take_make(self, ref: RefId, sender: int) -> bool:
-        """Record a value that a call will make; False if the call was given up."""
-        if sender == self._agent.me.id:
-            return True
-        made, actions = self._references.made(ref, sender)
-        self.act(actions)
-        if made:
+    def take_make(self, ref: RefId, sender: int) -> None:
+        """Record a value that a call will make.
+
+        Raises:
+            ValueError: Another process has created the reference.
+        """
+        if sender != self._agent.me.id:
+            self.act(self._references.made(ref, sender))
             self._values.setdefault(ref, Value())
-        return made
 
     def take(self, row: ReferenceRow, sender: int) -> RRef[Any]:
         """Return the object for a reference in a message.
@@ -214,14 +204,6 @@ class Values:
         """Handle a message about references."""
         self.act(self._references.heard(sender, _decoder.decode(body)))
 
-    def joined(self, worker: int) -> None:
-        """Handle that a process has joined."""
-        self.act(self._references.joined(worker))
-
-    def broken(self, worker: int) -> None:
-        """Handle that a connection broke."""
-        self.act(self._references.unsure(worker))
-
     def died(self, worker: int) -> None:
         """Handle that a process is gone."""
         self.act(self._references.died(worker))
@@ -239,8 +221,8 @@ class Values:
                     self._agent.caller.never_made(ref)
                     never = self._values.pop(ref, None)
                     if never is not None:
-                        never.error = RpcError("the call that was to make this value never arrived")
-                        never.done = True
+                        error = RpcError("the call that was to make this value never arrived")
+                        never.failure, never.done = failures.encode(error, self._agent.me), True
                         self._todo += never.watchers
 
     # --- queries, and the end ----------------------------------------------------------------
@@ -251,18 +233,6 @@ class Values:
         held = [len(holders) for holders in self._references.holders().values()]
         users = len(self._references.users())
         return sum(map(bool, held)), sum(held), users, self._references.num_unsettled
-
-    def held(self, names: dict[int, str]) -> list[str]:
-        """Describe the references to values of this process, and of this process to others."""
-        self.forget_gone()
-        with self._lock:
-            lines = [
-                f"value {ref}, held by {', '.join(names.get(id, str(id)) for id in holders)}"
-                for ref, holders in self._references.holders().items()
-                if holders
-            ]
-            users = self._references.users().items()
-            return lines + [f"a reference to {ref} of {names.get(o, o)}" for ref, o in users]
 
     def close(self) -> None:
         """Free all values."""

@@ -8,7 +8,8 @@ handled at once, because they are short.
 At most `slots` calls run at a time; others wait in a queue. A thread that waits for a remote call
 within a call gives its slot to another call (`step_aside`), so that calls may call back in any
 depth; no other call runs on its stack in that time. Completing a future needs no slot, because a
-call may wait for it in torch, without giving its slot away. There is a limit on threads, too.
+call may wait for it in torch, without giving its slot away. There is a limit on threads, too: if it
+is reached, calls wait in the queue.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Callable
 
 import torch
 
-from dure.errors import RpcError
 from dure.native import Inbox
 from dure.rpc.message import Completion, Work
 from dure.trace import logs
@@ -78,11 +78,6 @@ class Workers:
         with self._lock:
             return self._running, len(self._queue), self._threads
 
-    @property
-    def inside(self) -> bool:
-        """Whether the calling thread runs a call."""
-        return self._here.runs
-
     def submit(self, call: Work) -> None:
         """Run a call that a thread of the program, or of the sockets, has received."""
         with self._lock:
@@ -120,7 +115,7 @@ class Workers:
     def join(self, seconds: float | None = None) -> None:
         """After `close`: wait until all other threads have ended, for at most `seconds`."""
         with self._lock:
-            self._ended.wait_for(lambda: self._threads == self.inside, seconds)
+            self._ended.wait_for(lambda: self._threads == self._here.runs, seconds)
         while self._completions:
             self._completions.popleft()()
 
@@ -162,11 +157,10 @@ class Workers:
             self._receiving -= 1
             if self._receiving < _KEPT:
                 self._keep_receiving()
-            alone = self._receiving == 0
         self._here.runs = True
         while call is not None:
             try:
-                call(*([_too_many()] if alone else []))
+                call()
             except BaseException:  # also SystemExit, which unpickling a value may raise
                 _log.exception("a call could not be answered")
             with self._lock:
@@ -189,11 +183,3 @@ class Workers:
         self._running += 1
         self._here.has_slot = True
         return self._queue.popleft()
-
-
-def _too_many() -> RpcError:
-    return RpcError(
-        "too many calls wait for other calls",
-        seen=f"{MOST_THREADS} threads of this process",
-        fix="Return a future instead of waiting (rpc.functions.async_execution).",
-    )

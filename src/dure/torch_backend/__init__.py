@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["NAME", "autoload", "make_default", "register", "register_dist2"]
+__all__ = ["NAME", "autoload", "make_default", "register"]
 
 NAME = "dure"
 """The backend's name, for `init_process_group`."""
@@ -55,31 +55,11 @@ def make_default() -> None:
     torch_dist.Backend.default_device_backend_map["cpu"] = NAME
 
 
-def register_dist2() -> None:
-    """Register "dure" with torch's experimental `torch.distributed._dist2` as well.
-
-    `register` does not, because importing that module takes longer than everything else.
-    """
-    from torch.distributed import _dist2  # lazy: torch loads this module while it is imported
-
-    if NAME not in _dist2._BACKENDS:  # pyright: ignore[reportPrivateUsage]
-        _dist2.register_backend(NAME, _create_dist2)
-
-
 def _create(options: Any, backend_options: object = None) -> Any:
     """Make this rank's side of a group; torch calls this (`extended_api`)."""
     from dure.torch_backend.create import create  # lazy: `import torch` must not pay for it
 
     return create(options, backend_options)
-
-
-def _create_dist2(
-    store: Any, rank: int, world_size: int, timeout: Any, device: object, **options: object
-) -> Any:
-    """Make this rank's side of a group; torch's `_dist2` calls this."""
-    from dure.torch_backend.create import create_dist2  # lazy: as in `_create`
-
-    return create_dist2(store, rank, world_size, timeout, device, options)
 
 
 register()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed
-from torch._C import _distributed_c10d as c10d
 
 from dure.errors import derive_from
 from dure.torch_backend import NAME
@@ -15,7 +13,7 @@ from dure.torch_backend.engine import GroupRequest
 from dure.torch_backend.group import TorchGroup, make
 from dure.torch_backend.identity import live_groups
 
-__all__ = ["create", "create_dist2"]
+__all__ = ["create"]
 
 derive_from(torch.distributed)
 
@@ -39,26 +37,6 @@ def create(options: Any, backend_options: object = None) -> TorchGroup:
         timeout=options.timeout,
         name=options.group_id or "",
         pg_options=backend_options,
-    )
-    return make(request, NAME)
-
-
-def create_dist2(
-    store: c10d.Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    device: object,
-    options: dict[str, object],
-) -> TorchGroup:
-    """Make this rank's side of a group for `torch.distributed._dist2`."""
-    del device
-    request = GroupRequest(
-        store=c10d.PrefixStore("dist2/", store),
-        rank=rank,
-        global_ranks=tuple(range(world_size)),
-        timeout=timeout,
-        pg_options=options or None,
     )
     return make(request, NAME)
 

@@ -179,37 +179,14 @@ class TorchWork(c10d.Work):
 _NO_TIME = timedelta(0)
 
 
-class CompletedWork(c10d.Work):
+class CompletedWork(TorchWork):
     """The work of an operation that ended before its call returned."""
+
+    def __init__(self) -> None:
+        super().__init__(Work(None, []), UnwaitedWorks(), Waiters())
+        self._waited = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return at once."""
         del timeout
         return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def block_current_stream(self) -> None:
-        """Return at once."""
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def is_success(self) -> bool:
-        """Return True: a call that fails raises."""
-        return True
-
-    def exception(self) -> None:
-        """Return None: a call that fails raises."""
-
-    def result(self) -> list[torch.Tensor]:
-        """Return an empty list: the caller has the outputs."""
-        return []
-
-    def get_future(self) -> Any:
-        """Return a future that is set."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result([])
-        return future

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from dure.trace.events import State
 from dure.trace.merging import Flight
-from dure.trace.spans import CALLS
 
 __all__ = ["Calls", "calls"]
 
@@ -26,8 +25,6 @@ class Calls:
         num_running: Number of calls without an answer yet.
         mean_ms: Mean time from call to answer of the answered calls; 0 if there are none.
         max_ms: The longest such time.
-        queued_ms: Mean time until a thread of the callee was free; None if the callee recorded no
-            steps.
     """
 
     caller: int
@@ -37,7 +34,6 @@ class Calls:
     num_running: int
     mean_ms: float
     max_ms: float
-    queued_ms: float | None
 
 
 def calls(flight: Flight) -> list[Calls]:
@@ -50,17 +46,11 @@ def calls(flight: Flight) -> list[Calls]:
                 ended = record.state is not State.STARTED
                 ms = (record.end_ns - record.start_ns) / 1e6 if ended else None
                 took.setdefault(key, []).append(ms)
-    queued: dict[tuple[int, int, str], list[float]] = {}
-    for file in flight.ranks.values():
-        for span in file.spans:
-            if span.track == CALLS:
-                key = int(span.details["caller"]), span.global_rank, span.name
-                queued.setdefault(key, []).append(float(span.details["queued_ms"]))
-    found = [_calls(key, each, queued.get(key, [])) for key, each in took.items()]
+    found = [_calls(key, each) for key, each in took.items()]
     return sorted(found, key=lambda each: -each.mean_ms * each.num_calls)
 
 
-def _calls(key: tuple[int, int, str], took: list[float | None], queued: list[float]) -> Calls:
+def _calls(key: tuple[int, int, str], took: list[float | None]) -> Calls:
     ended = [ms for ms in took if ms is not None]
     caller, callee, function = key
     return Calls(
@@ -71,5 +61,4 @@ def _calls(key: tuple[int, int, str], took: list[float | None], queued: list[flo
         num_running=len(took) - len(ended),
         mean_ms=sum(ended) / len(ended) if ended else 0.0,
         max_ms=max(ended, default=0.0),
-        queued_ms=sum(queued) / len(queued) if queued else None,
     )

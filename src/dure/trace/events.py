@@ -24,7 +24,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
+
+from dure.trace.record import Record, State
 
 __all__ = [
     "Event",
@@ -40,58 +41,8 @@ __all__ = [
 ]
 
 
-class State(Enum):
-    """The state of an operation."""
-
-    STARTED = "started"
-    """It was called and has not ended."""
-    SUCCEEDED = "succeeded"
-    """It ended, and its results are in place."""
-    FAILED = "failed"
-    """It ended with an error, whose type is in `Event.error`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """One operation of one rank.
-
-    Attributes:
-        group: Name of the process group.
-        op: The operation, such as "all_reduce".
-        seq: The operation's number in its group, or -1 if operations are not numbered.
-        rank: The calling rank within `group`.
-        global_rank: The calling rank's number in the job.
-        world_size: Number of ranks of `group`.
-        nbytes: Bytes of this rank's input, or of its output if it has no input.
-        dtype: Name of the element type, such as "float32"; empty if no tensor is moved.
-        peer: The root of a rooted collective, or the peer of a point-to-point operation.
-        async_op: Whether the call returns before the operation ends.
-        start_ns: Time of the call, on `time.monotonic_ns`.
-        end_ns: Time of the end on the same clock; 0 before it.
-        state: The state of the operation.
-        error: Type name of the error of a failed operation.
-    """
-
-    group: str
-    op: str
-    seq: int = -1
-    rank: int = 0
-    global_rank: int = 0
-    world_size: int = 1
-    nbytes: int = 0
-    dtype: str = ""
-    peer: int | None = None
-    async_op: bool = False
-    start_ns: int = 0
-    end_ns: int = 0
-    state: State = State.STARTED
-    error: str = ""
-
-    @property
-    def duration_ns(self) -> int:
-        """Nanoseconds from call to end; 0 while the operation has not ended."""
-        return max(0, self.end_ns - self.start_ns) if self.end_ns else 0
-
+Event = Record
+"""An operation, as hooks get it: a `Record` without call site, reduction and tag."""
 
 EventHook = Callable[[Event], None]
 

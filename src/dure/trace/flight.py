@@ -29,7 +29,7 @@ from weakref import WeakSet
 from dure import env
 from dure.errors import CommTimeout, Desync, DureError, PeerLost
 from dure.trace import files
-from dure.trace.marks import Mark, Marks
+from dure.trace.marks import Mark
 from dure.trace.record import Origin, Record, RecordSource
 from dure.trace.ring import CAPACITY, FlightRing, Noted
 from dure.trace.spans import SpanRecorder
@@ -60,6 +60,7 @@ __all__ = [
 
 T = TypeVar("T")
 _LATELY_NS, _AT_LEAST = 5_000_000_000, 60
+_MARKS = 5000
 _ERRORS = (Desync, PeerLost, CommTimeout)
 
 
@@ -77,7 +78,8 @@ class _Recorder:
         self.origins: deque[Origin] = deque(maxlen=64)
         self.dumped: dict[tuple[str, int], Path | None] = {}
         self.spans = SpanRecorder()
-        self.marks = Marks()
+        self.marks = deque[Mark](maxlen=_MARKS)
+        self.num_readers = 0  # of spans and marks
         self.job = ""
 
     def known(self) -> dict[int, list[Origin]]:
@@ -226,7 +228,7 @@ def dump(
             groups=known.get(r, []),
             records=_recorder.records(r),
             spans=_recorder.spans.of(r),
-            marks=_recorder.marks.last(),
+            marks=list(_recorder.marks),
             job=_recorder.job,
             reason=reason,
         )
@@ -271,13 +273,18 @@ def record_steps(directory: Path | str | None = None) -> Generator[None]:
 
 def read_steps(wanted: bool) -> None:
     """Add (or, if `wanted` is false, remove) a reader of spans and marks."""
-    (_recorder.spans.start if wanted else _recorder.spans.stop)()
-    _recorder.marks.num_readers += 1 if wanted else -1
+    with _recorder.lock:
+        if wanted and _recorder.num_readers == 0:
+            _recorder.spans.start()
+        _recorder.num_readers += 1 if wanted else -1
+        if _recorder.num_readers == 0:
+            _recorder.spans.stop()
 
 
 def mark(values: Mark) -> None:
     """Record the values that the program reports for a step, if there is a reader."""
-    _recorder.marks.keep(values)
+    if _recorder.num_readers:
+        _recorder.marks.append(values)
 
 
 def publish(folder: Path, reason: str, most: tuple[int, int, int]) -> None:
@@ -302,7 +309,7 @@ def publish(folder: Path, reason: str, most: tuple[int, int, int]) -> None:
             groups=groups,
             records=_recorder.records(rank, records),
             spans=_lately(_recorder.spans.of(rank, spans), lambda span: span.end_ns > since_ns),
-            marks=_lately(_recorder.marks.last(marks), lambda mark: mark.time_ns > since_ns),
+            marks=_lately(list(_recorder.marks)[-marks:], lambda mark: mark.time_ns > since_ns),
             job=_recorder.job or env.text("DURE_LAUNCHER") or "",  # the world may be destroyed
             reason=reason,
         )

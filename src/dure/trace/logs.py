@@ -78,26 +78,13 @@ class _Terminal(logging.Handler):
 def _is_shown_by_program(record: logging.LogRecord) -> bool:
     """Return whether a handler of the program writes the line to the terminal."""
     dure = logging.getLogger("dure")
-    shown = False
     handlers = [*dure.handlers, *(logging.getLogger().handlers if dure.propagate else ())]
-    for handler in handlers:
-        stream = getattr(handler, "stream", None)
-        if stream is None:  # rich's handler has a console
-            stream = getattr(getattr(handler, "console", None), "file", None)
-        on_terminal = stream is not None and stream in (sys.stderr, sys.stdout)
-        if on_terminal or _forwards_to_loguru(handler):
-            shown = shown or record.levelno >= handler.level
-    return shown
-
-
-def _forwards_to_loguru(handler: logging.Handler) -> bool:
-    """Return whether a handler passes lines to loguru, which writes to the terminal by default.
-
-    Programs write such a handler themselves; its module has loguru's logger, or loguru.
-    """
-    values = getattr(type(handler).emit, "__globals__", {}).values()
-    modules = (getattr(v, "__name__", type(v).__module__) for v in (*values,))
-    return any(name == "loguru" or str(name).startswith("loguru.") for name in modules)
+    return any(
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream in (sys.stderr, sys.stdout)
+        and record.levelno >= handler.level
+        for handler in handlers
+    )
 
 
 _terminal = _Terminal()

@@ -6,12 +6,9 @@ They are recorded only while there is a reader: the page of the run (`publishing
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
-__all__ = ["Mark", "Marks"]
-
-_CAPACITY = 5000
+__all__ = ["Mark"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,26 +24,3 @@ class Mark:
     step: int
     time_ns: int
     scalars: dict[str, float | None] = field(default_factory=dict[str, float | None])
-
-
-class Marks:
-    """The last marks of a process.
-
-    Threads: every method may be called from any thread; a mark is one append.
-
-    Attributes:
-        num_readers: The number of readers; without one, marks are dropped.
-    """
-
-    def __init__(self) -> None:
-        self.num_readers = 0
-        self._kept: deque[Mark] = deque(maxlen=_CAPACITY)
-
-    def keep(self, mark: Mark) -> None:
-        """Keep `mark` if there is a reader; drops the oldest mark if there are too many."""
-        if self.num_readers:
-            self._kept.append(mark)
-
-    def last(self, number: int = _CAPACITY) -> list[Mark]:
-        """Return the last marks, the oldest first."""
-        return list(self._kept)[-number:]

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 __all__ = [
     "NotAFile",
-    "nested_at",
     "open_plain",
     "parse_json",
     "read_plain",
@@ -24,9 +23,7 @@ __all__ = [
 
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _PART_BYTES = 1 << 20
-_DEEPEST = 200
 _NEEDS = re.compile(r"dure>=\d{1,4}(\.\d{1,4}){0,3}", re.ASCII)
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 
 
 class NotAFile(OSError):
@@ -119,20 +116,7 @@ def parse_json(content: bytes) -> Any:
     try:
         return json.loads(text, parse_float=finite, parse_constant=refuse)
     except RecursionError:
-        raise json.JSONDecodeError("Nested too deeply", text, nested_at(text)) from None
-
-
-def nested_at(text: str) -> int:
-    """Return the position at which JSON or TOML text is nested too deeply to be parsed."""
-    depth = 0
-    for found in _BRACKETS.finditer(text):
-        if found[0] in "[{":
-            depth += 1
-        elif found[0] in "]}":
-            depth -= 1
-        if depth > _DEEPEST:
-            return found.start()
-    return len(text)
+        raise json.JSONDecodeError("Nested too deeply", text, 0) from None
 
 
 def release_that_reads(needs: object, *, older: bool = False) -> str:

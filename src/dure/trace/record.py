@@ -1,21 +1,30 @@
-"""`Record`: one operation of one rank in the flight recorder and its files.
+"""`Record`: one operation of one rank, in the flight recorder, in its files, and for hooks.
 
-A record has the fields of an `Event`, and also call site, reduction and tag. Events are passed to
-hooks as they happen. Operations are always recorded, in a compact form; `Record` objects are only
-made when they are read.
+Operations are always recorded, in a compact form; `Record` objects are only made when they are
+read, and for hooks (`events`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
-from dure.trace.events import State
-
-__all__ = ["MESSAGES", "Origin", "Record", "RecordSource", "describe"]
+__all__ = ["MESSAGES", "Origin", "Record", "RecordSource", "State", "describe"]
 
 MESSAGES = frozenset({"send", "isend", "recv", "irecv", "rpc", "remote", "to_here"})
 """Operations between two ranks; their numbers are separate from those of collectives."""
+
+
+class State(Enum):
+    """The state of an operation."""
+
+    STARTED = "started"
+    """It was called and has not ended."""
+    SUCCEEDED = "succeeded"
+    """It ended, and its results are in place."""
+    FAILED = "failed"
+    """It ended with an error, whose type is in `Record.error`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +34,8 @@ class Record:
     Attributes:
         group: Name of the process group.
         op: The operation, such as "all_reduce".
-        seq: The collective's number in its group, from 1, the same on all ranks. Messages (send,
-            receive and remote calls) are numbered separately on each rank.
+        seq: The collective's number in its group, from 1, the same on all ranks; -1 if it has none.
+            Messages (send, receive and remote calls) are numbered separately on each rank.
         rank: The calling rank within `group`.
         global_rank: The calling rank's number in the job.
         world_size: Number of ranks of `group`.
@@ -65,6 +74,11 @@ class Record:
     end_ns: int = 0
     state: State = State.STARTED
     error: str = ""
+
+    @property
+    def duration_ns(self) -> int:
+        """Nanoseconds from call to end; 0 while the operation has not ended."""
+        return max(0, self.end_ns - self.start_ns) if self.end_ns else 0
 
     @property
     def is_message(self) -> bool:

@@ -1,7 +1,7 @@
 """Spans: the phases of a training step, for a timeline; emitted only if there is a listener.
 
-Operations of groups are always recorded (`flight`). Phases of a training step, gradient buckets and
-remote calls that this rank runs are emitted as spans by the modules that implement them:
+Operations of groups are always recorded (`flight`). Phases of a training step and gradient buckets
+are emitted as spans by the modules that implement them:
 
     if spans.listeners:                              # the only cost without listeners
         spans.emit(Span(name="forward", track="step", ...))
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "BUCKETS",
-    "CALLS",
     "MODULES",
     "STEP",
     "WAITS",
@@ -32,9 +31,6 @@ __all__ = [
 STEP, BUCKETS, MODULES, WAITS = "step", "buckets", "modules", "waits"
 """Tracks: phases, one at a time on each rank; gradient buckets; gathers and reductions of sharded
 modules; times in which a rank only waited. Buckets and modules overlap phases and each other."""
-
-CALLS = "calls"
-"""The track of remote calls that a rank has run, each from its arrival."""
 
 _CAPACITY = 20_000
 
@@ -77,7 +73,7 @@ def emit(span: Span) -> None:
 
 
 class SpanRecorder:
-    """Records the last spans of each rank of the process while it has users.
+    """Records the last spans of each rank of the process between `start` and `stop`.
 
     Threads: every method may be called from any thread; ranks may be threads.
     """
@@ -85,23 +81,17 @@ class SpanRecorder:
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._capacity = capacity
         self._kept: dict[int, deque[Span]] = {}
-        self._num_users = 0
         self._lock = threading.RLock()  # a signal handler may dump while its thread is in here
 
     def start(self) -> None:
-        """Add a user; the first one starts with no spans."""
+        """Start with no spans."""
         with self._lock:
-            if self._num_users == 0:
-                self._kept.clear()
-                listeners.append(self.keep)
-            self._num_users += 1
+            self._kept.clear()
+            listeners.append(self.keep)
 
     def stop(self) -> None:
-        """Remove a user; the last one stops the recording, and the recorded spans remain."""
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                listeners.remove(self.keep)
+        """Stop recording; the recorded spans remain."""
+        listeners.remove(self.keep)
 
     def keep(self, span: Span) -> None:
         """Record `span`; drops the oldest span of its rank if there are too many."""

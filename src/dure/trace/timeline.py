@@ -2,9 +2,8 @@
 
 Each rank is a process; each group, and each further channel of a group, is a track of it.
 Synchronous operations are slices on the track; they cannot overlap. Asynchronous ones may overlap,
-so they are async events below the track. An arrow leads from the last rank to arrive at a
-collective to the end of each operation that waited for it. Recorded steps are drawn above the
-groups (`tracks`). Times are microseconds from the earliest record.
+so they are async events below the track. Recorded steps are drawn above the groups (`tracks`).
+Times are microseconds from the earliest record.
 
 Source: the trace-event format description,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -15,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 from dure.trace.events import State
-from dure.trace.findings import GroupView
 from dure.trace.merging import Flight, RankFile
 from dure.trace.record import Record
 from dure.trace.tracks import steps
@@ -26,12 +24,11 @@ TraceEvent = dict[str, Any]
 """One event of the format: an object of JSON."""
 
 
-def timeline(flight: Flight, groups: tuple[GroupView, ...]) -> dict[str, Any]:
+def timeline(flight: Flight) -> dict[str, Any]:
     """Return the timeline as an object for JSON.
 
     Args:
         flight: The files of all ranks.
-        groups: The groups from `findings.study`, for the arrows.
     """
     events: list[TraceEvent] = []
     for file in flight.ranks.values():
@@ -40,8 +37,6 @@ def timeline(flight: Flight, groups: tuple[GroupView, ...]) -> dict[str, Any]:
         events += steps(flight, file)
         for number, record in enumerate(file.records):
             events += _operation(flight, file, record, tracks[record.group], number)
-    for group in groups:
-        events += _arrows(flight, group)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -101,32 +96,6 @@ def _arguments(record: Record) -> dict[str, Any]:
         "error": record.error,
     }
     return {k: v for k, v in values.items() if v not in ("", None)}
-
-
-def _arrows(flight: Flight, group: GroupView) -> list[TraceEvent]:
-    events: list[TraceEvent] = []
-    for seq in group.numbers:
-        calls = {r: c for r, c in group.at(seq).items() if c.end_ns and not c.async_op}
-        if len(calls) < 2:
-            continue
-        last = max(calls, key=lambda r: flight.time_ns(r, calls[r].start_ns))
-        for rank, call in calls.items():
-            if rank == last:
-                continue
-            arrow: TraceEvent = {
-                "name": "last to arrive",
-                "cat": "arrival",
-                "id": f"{group.name}.{seq}.{rank}",
-            }
-            begin = _microseconds(flight, last, calls[last].start_ns)
-            end = _microseconds(flight, rank, call.end_ns)
-            tids = {r: _tracks(flight.ranks[r])[group.name] for r in (last, rank)}
-            events.append(arrow | {"ph": "s", "ts": begin, "pid": last, "tid": tids[last]})
-            events.append(
-                arrow
-                | {"ph": "f", "bp": "e", "ts": max(begin, end), "pid": rank, "tid": tids[rank]}
-            )
-    return events
 
 
 def _microseconds(flight: Flight, rank: int, monotonic_ns: int) -> float:

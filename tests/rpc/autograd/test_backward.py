@@ -35,7 +35,7 @@ class Port:
         self.network, self.me, self.transport = network, me, self
         self.allow = None
 
-    def send_reliably(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
+    def send_report(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
         self.send(to, lambda: self.network.at[to].receive(self.me, body))
 
     def send_gradients(self, to: int, backward: tuple[int, int], values: tuple[Any, ...]) -> None:

@@ -28,6 +28,7 @@ import torch
 from dure import autograd, native, rpc
 from dure.errors import DureError, PeerLost
 from dure.rpc.current import current
+from tests.rpc.gates import held
 from tests.rpc.procs.rpc_workers import (
     Start,
     Worker,
@@ -86,15 +87,15 @@ KINDS = [plain, references, backward]
 
 
 # By its text, for an error that torch's futures or the answer of another worker have carried keeps
-# nothing else: the errors of calls whose callee, connection, owner or gradients are gone.
+# nothing else: the errors of calls whose callee, owner or references are gone.
 _LOST = re.compile(
-    r"(worker '[ab]' \(id \d+\)|process \d+) is gone|the call may have run|gradients were lost"
+    r"(worker '[ab]' \(id \d+\)|process \d+) is gone"
     r"|could not find destination: '[ab]'|never made, or its messages were lost"
 )
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether it says that a worker is gone, be it from afar, or that a call may have run."""
+    """Whether it says that a worker is gone, be it from afar."""
     return isinstance(error, PeerLost) or _LOST.search(str(error)) is not None
 
 
@@ -162,9 +163,9 @@ class Drill:
 
         def nothing_held() -> bool:
             gc.collect()
-            return not current().held()
+            return not held(current())
 
-        until(nothing_held, lambda: f"references to be freed: {current().held()}")
+        until(nothing_held, lambda: f"references to be freed: {held(current())}")
         info = rpc.api._rref_context_get_debug_info()
         native.heap_trim()
         return {

@@ -106,9 +106,9 @@ def test_a_message_that_cannot_be_read_is_dropped(
         for junk in (b"junk", b"\x9a", stranger):
             transport()._inbox.post(junk)
         until(lambda: caplog.text.count("a message is ignored") == 3, "the messages to be read")
-    transport().message(7, stranger, [])
+    transport()._hand_over(stranger, (), 7)
     of_v = msgspec.msgpack.encode(RpcMessage(MessageType.CALL, attacked.id))
-    transport().message(7, of_v, [])  # from another than it says
+    transport()._hand_over(of_v, (), 7)  # from another than it says
     assert caplog.text.count("malformed message from worker 7") == 2
 
 

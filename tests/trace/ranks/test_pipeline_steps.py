@@ -29,7 +29,7 @@ def test_steps_are_drawn_a_track_a_stage_and_simulated_on_2_ranks(tmp_path: Path
     with trace.record_steps():
         run_ranks(2, _recorded, dense(4), tmp_path)
     flight = read(tmp_path)
-    events: list[dict[str, Any]] = timeline(flight, ())["traceEvents"]
+    events: list[dict[str, Any]] = timeline(flight)["traceEvents"]
     tracks = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
     assert {(0, "stage 0"), (1, "stage 1"), (1, "stage 2"), (0, "stage 3")} <= tracks
     backwards = [e for e in events if e["name"] == "3W2" and e["ph"] == "X"]

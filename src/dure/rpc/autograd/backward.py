@@ -22,11 +22,10 @@ its messages when it joins the pass, and subtracts one for each that arrives. If
 the end, a call's result got no gradients, and the pass has failed: all processes are notified, and
 those that wait reply with the names of the calls.
 
-**Failures.** Messages with gradients are sent once. A process that sees an error, or the loss of a
-process or connection that gradients went through, reports it to the first process. That raises the
-error, and notifies all that know the context that the pass has ended (`_PassEnd`): they discard its
-state, and drop gradients that arrive later. A context is released in the same way, and also when
-the process that made it dies. These messages are reliable (`links`).
+**Failures.** A process that sees an error, or the loss of a process that gradients went to, reports
+it to the first process. That raises the error, and notifies all that know the context that the pass
+has ended (`_PassEnd`): they discard its state, and drop gradients that arrive later. A context is
+released in the same way, and also when the process that made it dies.
 """
 
 from __future__ import annotations
@@ -47,10 +46,11 @@ from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
 from dure.rpc.autograd.graph import Gradients, LocalGraph, edge_of, place
 from dure.rpc.current import here
-from dure.rpc.message import GradientTag, Waiter
+from dure.rpc.message import GradientTag
 from dure.rpc.names import WorkerInfo
 
 if TYPE_CHECKING:
+    from dure.native import Ticket
     from dure.rpc.agent import RpcAgent
 
 __all__ = ["TOPIC", "Context", "Contexts", "current", "inside", "set_current"]
@@ -71,9 +71,9 @@ _KEPT = 10_000
 """How many released contexts are remembered, for messages that arrive late."""
 
 TOPIC = 1
-"""Of reliable messages about contexts and backward passes."""
+"""Of reports about contexts and backward passes."""
 
-_UNPROFILED = nullcontext()
+_NOTHING = nullcontext()
 
 
 def current() -> int | None:
@@ -293,7 +293,7 @@ class _Gradients(NamedTuple):
 class _Pass:
     """A backward pass that started here."""
 
-    def __init__(self, context: int, ticket: Waiter) -> None:
+    def __init__(self, context: int, ticket: Ticket) -> None:
         self.context, self.ticket = context, ticket
         self.shares: set[int] = set()  # of the credit, all different
         self.awaited = 0
@@ -430,8 +430,10 @@ class Contexts:
         context.workers.add(sender)
         return context.receives(tag.message, tensors, sender, tag.what) if tag.needing else tensors
 
-    def serving(self, tag: GradientTag) -> AbstractContextManager[None]:
+    def serving(self, tag: GradientTag | None) -> AbstractContextManager[None]:
         """Return the context in which a call that came with the tag runs, with its answer."""
+        if tag is None:
+            return _NOTHING
         context = self._known(tag.context)  # also if the message has nothing to unpack
         if context is not None:
             context.workers.add(tag.message[0])
@@ -554,7 +556,7 @@ class Contexts:
     # --- messages of other processes ---------------------------------------------------------
 
     def receive(self, sender: int, body: bytes) -> None:
-        """Handle a reliable message; returns quickly."""
+        """Handle a report; returns quickly."""
         message = _decoder.decode(body)
         if isinstance(message, _PassReport):
             self._report(message)
@@ -563,20 +565,19 @@ class Contexts:
         else:
             self.release(message.context, sender)
 
-    def lost(self, worker: int, error: DureError) -> None:
-        """Handle that a process is gone (`PeerLost`), or that a connection broke."""
+    def lost(self, worker: int, error: PeerLost) -> None:
+        """Handle that a process is gone."""
         for context in list(self._contexts.values()):
             for backward, part in list(context.passes.items()):
                 if worker in part.asked:
                     self._failed(backward, error)
-            if isinstance(error, PeerLost):
-                context.workers.discard(worker)
-                if context.number >> _ID_BITS == worker:
-                    self.release(context.number)
+            context.workers.discard(worker)
+            if context.number >> _ID_BITS == worker:
+                self.release(context.number)
 
     def _send(self, to: int, message: msgspec.Struct, hurry: bool = True) -> None:
         with suppress(PeerLost):
-            self._agent.send_reliably(to, TOPIC, msgspec.msgpack.encode(message), hurry)
+            self._agent.send_report(to, TOPIC, msgspec.msgpack.encode(message), hurry)
 
     def _send_all(self, context: Context, message: _PassEnd, hurry: bool = True) -> None:
         for worker in context.workers.copy():
@@ -602,7 +603,7 @@ def _profiled(name: str) -> AbstractContextManager[Any]:
     """Return a range of torch's profiler, if one runs."""
     if torch.autograd._profiler_enabled():  # pyright: ignore
         return torch.profiler.record_function(name)
-    return _UNPROFILED
+    return _NOTHING
 
 
 def _raised(node: int, cause: Exception) -> DureError:

@@ -16,7 +16,6 @@ from dure import trace
 from dure.parallel.metrics import StepReport
 from dure.parallel.metrics import meter as meter_module
 from dure.testing import CommRecorder, run_ranks
-from dure.trace.findings import study
 from dure.trace.merging import read
 from dure.trace.timeline import timeline
 from tests.parallel.metrics.ranks.metered import SAMPLES, STEPS, Training
@@ -58,7 +57,7 @@ def test_timeline_shows_phases_and_buckets_of_2_ranks(tmp_path: Path):
     buckets = run_ranks(2, body)[0]
     assert buckets > 1
     flight = read(tmp_path)
-    events: list[dict[str, Any]] = timeline(flight, study(flight).groups)["traceEvents"]
+    events: list[dict[str, Any]] = timeline(flight)["traceEvents"]
     for rank in (0, 1):
         found = [e for e in events if e["pid"] == rank and e["ph"] == "X" and e["tid"] >= 1000]
         names = [e["name"] for e in found]
