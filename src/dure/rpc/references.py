@@ -18,10 +18,10 @@ makes the caller a holder with the call itself: the reference is the call's toke
 `Held`. A reference may be passed on before the call that makes the value has arrived: the owner
 creates its entry with the first message about it.
 
-**Deaths.** Values of a dead process are lost. What it held, and what was being sent to it, is no
-longer kept for it. If it had passed a reference on, and no other process holds the value, the value
-may be freed before the receiver's `Hold` arrives: that is answered with `ValueGone`. So an owner
-remembers the references of values that it has freed, the last `_KEPT` of them.
+**Deaths.** Values of a dead process are lost. Its holds end, and so do tokens to it. If it had
+passed a reference on, and no other process holds the value, the value may be freed before the
+receiver's `Hold` arrives: that is answered with `ValueGone`. So an owner remembers the references
+of values that it has freed, the last `_KEPT` of them.
 
 **Forged messages.** The numbers of references and tokens are partly random: only processes that
 were sent one know it, and may hold and fetch the value. A message that ends or loses something
