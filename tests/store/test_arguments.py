@@ -3,6 +3,7 @@
 # Arguments are of the wrong type on purpose.
 # pyright: reportArgumentType=false
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -101,7 +102,10 @@ class TestEveryStore:
         pair[0].set("k", "x")
         pair[0].wait(["k"], timeout)
         pair[0].set_timeout(timeout)
-        assert pair[0].get("k") == b"x"
+        later = threading.Timer(0.2, pair[1].set, ["later", "y"])
+        later.start()
+        assert pair[0].get("later") == b"y"  # the answer is waited for
+        later.join()
 
 
 @pytest.mark.parametrize(

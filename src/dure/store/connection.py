@@ -30,6 +30,9 @@ time after which a server whose thread is busy ends the handshake, which looks l
 _FAST_MS = 20
 """A reply normally comes within this time, so the monitor is only looked at afterwards."""
 
+_LONGEST_POLL_S = 3600.0
+"""ZeroMQ counts milliseconds in 32 bits, which is less than the longest timeout."""
+
 _REFUSALS = 4
 """How often we are refused before we believe it: a server that ends hangs up just as one with
 another key does."""
@@ -128,13 +131,14 @@ class Connection:
         except zmq.Again:
             pass
         while True:
-            left_ms = int((deadline - time.monotonic()) * 1000)
-            ready = dict(self._poller.poll(max(0, left_ms)))
+            left_s = deadline - time.monotonic()
+            patience_ms = int(1000 * min(left_s, _LONGEST_POLL_S)) + 1 if left_s > 0 else 0
+            ready = dict(self._poller.poll(patience_ms))
             if self._socket in ready:
                 return b"".join(self._socket.recv_multipart())
             if self._link.monitor in ready:
                 raise connection_lost(self._endpoint)
-            if left_ms <= 0:
+            if left_s <= 0:
                 return None
 
     def close(self) -> None:
