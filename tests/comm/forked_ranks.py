@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+import dure
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.request import Request
 from dure.comm.backends.shm.backend import ShmBackend
@@ -34,6 +36,7 @@ from dure.store.base import Store
 from dure.store.file import FileStore
 from dure.testing.pool import start_server
 from tests.comm import calls
+from tests.comm.options import options
 from tests.waiting import PATIENCE_S
 
 _PR_SET_PDEATHSIG = 1
@@ -47,7 +50,6 @@ class Slot:
     rank: int
     size: int
     path: str
-    timeout_s: float
 
     @property
     def url(self) -> str:
@@ -55,14 +57,13 @@ class Slot:
         return f"file://{self.path}"
 
     def options(self, store: Store | None = None) -> BackendOptions:
-        return BackendOptions(
-            store=store or FileStore(self.path, -1),
-            rank=self.rank,
-            size=self.size,
-            global_ranks=tuple(range(self.size)),
-            timeout=timedelta(seconds=self.timeout_s),
-            name="test",
-        )
+        store = store or FileStore(self.path, -1)
+        return options(self.rank, self.size, store)
+
+    def init(self, backend: str | None = "shm") -> None:
+        """Make the default group of the call's ranks."""
+        timeout = timedelta(seconds=PATIENCE_S)
+        dure.init_process_group(backend, self.url, timeout, self.size, self.rank)
 
 
 class Ranks:
@@ -73,7 +74,6 @@ class Ranks:
         folder: For the files in which they meet.
         fn: Started at once, as `start` does, if given.
         *args: Of `fn`.
-        timeout_s: Written into each `Slot`.
         inside: For each rank a process whose namespaces it enters; see `procs.hosts`.
     """
 
@@ -83,11 +83,10 @@ class Ranks:
         folder: Path,
         fn: Callable[..., object] | None = None,
         *args: object,
-        timeout_s: float = 60,
         inside: Sequence[int] = (),
     ) -> None:
         self._context = start_server()
-        self._folder, self._timeout_s, self._inside = folder, timeout_s, inside
+        self._folder, self._inside = folder, inside
         self.num_started = self._num_calls = 0
         self.ended_at: dict[int, float] = {}  # of ranks, in the last `run` in which they did
         self._members = [self._start(rank) for rank in range(n)]
@@ -122,7 +121,7 @@ class Ranks:
         size = len(self._members) if size is None else size
         path = str(self._folder / f"call{self._num_calls}")
         for rank, (_, pipe) in enumerate(self._members[:size]):
-            slot = Slot(rank, size, path, self._timeout_s)
+            slot = Slot(rank, size, path)
             pipe.send_bytes(pickle.dumps((fn, slot, args)))
 
     def result(self, rank: int) -> Any:
@@ -280,23 +279,20 @@ def in_child(body: Callable[[], object], meanwhile: Callable[[], object] = lambd
 
     A child that hangs is ended.
     """
-    go, begin = os.pipe()
-    out, into = os.pipe()
+    here, there = Pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(PATIENCE_S)
-        os.read(go, 1)
-        os.write(into, pickle.dumps(body()))
+        there.recv()
+        there.send(body())
         os._exit(0)
-    os.close(into)
-    meanwhile()
-    os.write(begin, b"!")
-    with open(out, "rb") as answer:
-        returned = answer.read()
-    os.close(go)
-    os.close(begin)
+    there.close()
+    with here:
+        meanwhile()
+        here.send(None)
+        returned = here.recv()
     assert os.waitpid(child, 0)[1] == 0
-    return pickle.loads(returned)
+    return returned
 
 
 def caught(call: Callable[[], object]) -> CommError:

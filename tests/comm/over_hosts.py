@@ -19,6 +19,7 @@ import torch
 
 import dure as dist
 from dure.errors import DureError
+from tests.comm.conformance import suite
 from tests.comm.forked_ranks import Slot
 from tests.waiting import PATIENCE_S
 
@@ -57,31 +58,8 @@ def run_all(slot: Slot, variables: dict[str, str]) -> dict[str, str]:
 
 
 def collectives(rank: int, folder: str) -> None:
-    """Use every kind of operation once, small and large."""
-    n = dist.get_world_size()
-    total = float(n * (n - 1) // 2)
-    for count in (1, 300_001):
-        t = torch.full((count,), float(rank))
-        dist.all_reduce(t)
-        assert torch.equal(t, torch.full_like(t, total))
-        b = torch.full((count,), float(rank))
-        dist.broadcast(b, src=n - 1)
-        assert torch.equal(b, torch.full_like(b, n - 1.0))
-        out = torch.empty(n * count)
-        dist.all_gather_single(out, torch.full((count,), float(rank)))
-        assert torch.equal(out, torch.arange(n).float().repeat_interleave(count))
-        part = torch.empty(count)
-        dist.reduce_scatter_single(part, out)
-        assert torch.equal(part, torch.full_like(part, float(n * rank)))
-        got = torch.empty(n * count)
-        dist.all_to_all_single(got, torch.full((n * count,), float(rank)))
-        assert torch.equal(got, torch.arange(n).float().repeat_interleave(count))
-        sent = dist.isend(torch.full((count,), float(rank)), dst=(rank + 1) % n)
-        mail = torch.empty(count)
-        dist.recv(mail, src=(rank - 1) % n)
-        assert torch.equal(mail, torch.full_like(mail, float((rank - 1) % n)))
-        sent.wait()
-    dist.barrier()
+    """Move data in every way, small and large; reductions are what the other subjects do."""
+    suite.run(rank, "moving")
 
 
 @dataclass(frozen=True, slots=True)

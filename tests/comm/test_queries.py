@@ -1,7 +1,5 @@
 """What programs ask before they choose a backend."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

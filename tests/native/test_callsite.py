@@ -1,7 +1,5 @@
 """Where a call was made, as text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """CRC-32C against published sums: the engine's, and the one where there is no engine."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure import native

@@ -1,7 +1,5 @@
 """Bytes copied past the cache, from files and memory: the same ones, and no more than there are."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 

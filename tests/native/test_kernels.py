@@ -1,9 +1,8 @@
-"""Kernels against torch: every value of every small format, every reduction, every dtype.
+"""Kernels against torch: every value of every small format, and every reduction.
 
-Each test goes through the instruction sets that this machine has.
+Each test goes through the instruction sets that this machine has. That they agree for all other
+dtypes is in `csrc/tests/test_kernels.cpp`, what the best of them computes in the conformance suite.
 """
-
-import functools
 
 import pytest
 import torch
@@ -39,14 +38,11 @@ def reduced(tensors, op):
 def assert_same_bits(got, expected, signed_zero=True):
     """Equal bit for bit, but for which of its NaNs a format shows; zeros may have no sign."""
     assert got.dtype == expected.dtype
-    if got.is_complex():
-        got, expected = torch.view_as_real(got), torch.view_as_real(expected)
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    whole = {1: torch.uint8, 2: torch.int16}[got.element_size()]
     same = got.view(whole) == expected.view(whole)
-    if got.dtype.is_floating_point:
-        same |= got.float().isnan() & expected.float().isnan()
-        if not signed_zero:
-            same |= (got.float() == 0) & (expected.float() == 0)
+    same |= got.float().isnan() & expected.float().isnan()
+    if not signed_zero:
+        same |= (got.float() == 0) & (expected.float() == 0)
     assert same.all(), (got[~same][:5], expected[~same][:5])
 
 
@@ -113,61 +109,6 @@ def test_subnormal_numbers_of_small_formats_are_kept_where_those_of_float32_are_
             got = reduced([a, b], op)
             flushing(False)
             assert_same_bits(got, expected[op], op not in MIN_MAX)
-
-
-FOLDS = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-}
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_wide_floats_are_folded_in_rank_order(n, isas):
-    random = torch.Generator().manual_seed(n)
-    for _ in isas:
-        for op in OPS:
-            for dtype in (torch.float32, torch.float64):
-                tensors = [torch.randn(1500, dtype=dtype, generator=random) for _ in range(n)]
-                expected = functools.reduce(FOLDS[op.name], tensors)
-                if op == ReduceOp.AVG:
-                    expected = expected / n
-                assert_same_bits(reduced(tensors, op), expected)
-
-
-def _integers(dtype, count, seed):
-    random = torch.Generator().manual_seed(seed)
-    raw = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, generator=random)
-    if dtype == torch.bool:
-        return raw % 2 == 0
-    return raw.view(torch.uint8)[: count * dtype.itemsize].clone().view(dtype)
-
-
-def _as_python_says(op, dtype, x, y):
-    if dtype == torch.bool:
-        return {"SUM": x | y, "MAX": x | y, "BOR": x | y, "BXOR": x ^ y}.get(op.name, x & y)
-    bits = 8 * dtype.itemsize
-    if op.name == "AVG":
-        total = _as_python_says(ReduceOp.SUM, dtype, x, y)
-        return abs(total) // 2 * (-1 if total < 0 else 1)
-    z = {
-        "SUM": x + y, "PRODUCT": x * y, "MIN": min(x, y), "MAX": max(x, y),
-        "BAND": x & y, "BOR": x | y, "BXOR": x ^ y,
-    }[op.name] & ((1 << bits) - 1)  # fmt: skip
-    return z - (1 << bits) if dtype.is_signed and z >> (bits - 1) else z
-
-
-@pytest.mark.parametrize("dtype", sorted(reducible_dtypes(ReduceOp.BAND), key=str), ids=str)
-def test_integers_wrap_and_compare_as_python_says(dtype, isas):
-    a, b = (_integers(dtype, 1100, seed) for seed in (1, 2))
-    pairs = list(zip(a.tolist(), b.tolist(), strict=True))
-    ops = [op for op in (*OPS, *BITS) if dtype in reducible_dtypes(op)]
-    expected = {op: [_as_python_says(op, dtype, x, y) for x, y in pairs] for op in ops}
-    for _ in isas:
-        for op in ops:
-            assert reduced([a, b], op).tolist() == expected[op], op
 
 
 @pytest.mark.parametrize("op", [*OPS, *BITS], ids=str)

@@ -1,7 +1,5 @@
 """Actions, and where stages lie."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.errors import UsageError

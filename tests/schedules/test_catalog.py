@@ -1,7 +1,5 @@
 """Schedules by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.errors import UsageError

@@ -1,7 +1,5 @@
 """Files of schedules."""
 
-from __future__ import annotations
-
 import os
 from typing import Any, cast
 

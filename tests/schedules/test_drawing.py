@@ -1,7 +1,5 @@
 """Pictures of schedules."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """The proof that a schedule is free of deadlock: as by brute force, and the cycle is named."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.errors import ScheduleError

@@ -1,7 +1,5 @@
 """Where transfers stand in what ranks execute."""
 
-from __future__ import annotations
-
 from dure.schedules import lower, make_schedule
 
 

@@ -1,7 +1,5 @@
 """Files of flight records: where they are, who may read them, how many are kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """What records say side by side."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.trace.events import State

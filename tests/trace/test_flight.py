@@ -1,7 +1,5 @@
 """The flight recorder: sources, and what errors leave behind."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

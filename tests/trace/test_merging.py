@@ -1,7 +1,5 @@
 """Reading the files of all ranks: one clock, and files that do not belong."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.errors import UsageError

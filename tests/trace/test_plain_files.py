@@ -1,7 +1,5 @@
 """Files that are read completely: what is not read, and where JSON is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Who listens to spans, and which are kept."""
 
-from __future__ import annotations
-
 from dure.trace import spans
 from dure.trace.spans import Span, SpanRecorder
 

@@ -1,7 +1,5 @@
 """The timeline keeps the rules of the trace-event format."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import suppress
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -16,7 +15,6 @@ from torch._C import _distributed_c10d as c10d
 import dure as dist
 from dure.comm import point_to_point
 from dure.comm.backends import torch_engine
-from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.work import EngineState
 from dure.comm.backends.registry import open_backend
 from dure.comm.backends.verify import VerifyingBackend
@@ -25,21 +23,16 @@ from dure.comm.ops import ReduceOp
 from dure.comm.work import Work, combine
 from dure.errors import DeviceError, UsageError
 from dure.store import HashStore
+from tests.comm.options import options
 from tests.waiting import PATIENCE_S
 
 HAS_NCCL = torch.cuda.is_available() and dist.is_nccl_available()
 
 
-def options_of_one(**more):
-    limit = timedelta(seconds=5)
-    given = {"store": HashStore(), "rank": 0, "size": 1, "global_ranks": (0,), "name": "g"}
-    return BackendOptions(**given | more, timeout=limit)
-
-
 @pytest.mark.skipif(HAS_NCCL, reason="needs a machine without NCCL: this one has it")
 def test_nccl_without_cuda_is_a_usage_error():
     with pytest.raises(UsageError):
-        open_backend("nccl", options_of_one()).complete()
+        open_backend("nccl", options(size=1)).complete()
 
 
 class LateWork:
@@ -130,8 +123,8 @@ def not_nccl(monkeypatch):
 
 
 def test_nccl_store_is_usable_as_long_as_the_group(not_nccl):
-    options = options_of_one()
-    group = torch_engine.create_nccl(options)
+    given = options(size=1)
+    group = torch_engine.create_nccl(given)
     gc.collect()
     store, clone = group._engine._engine.store, group._engine._engine.clone
     store.set("id", "12")
@@ -141,11 +134,11 @@ def test_nccl_store_is_usable_as_long_as_the_group(not_nccl):
     clone.multi_set(["a", "b"], ["5", "6"])
     assert clone.num_keys() == 3
     assert clone.has_extended_api()
-    assert options.store.list_keys() == ["nccl/a", "nccl/b", "nccl/id"]
+    assert given.store.list_keys() == ["nccl/a", "nccl/b", "nccl/id"]
 
 
 def test_nccl_work_orders_every_stream_that_waits(not_nccl):
-    group, t = torch_engine.create_nccl(options_of_one(size=2)), torch.ones(2)
+    group, t = torch_engine.create_nccl(options(size=2)), torch.ones(2)
     finish = lambda: Stream.log.append("copy")  # noqa: E731
     request = group.run(Call(op="all_reduce", inputs=(t,), reduction=ReduceOp.SUM), True)
     work = Work(request, [t], "all_reduce", finish=finish)
@@ -165,7 +158,7 @@ def test_nccl_work_orders_every_stream_that_waits(not_nccl):
 
 
 def test_nccl_message_waits_in_its_own_thread_and_asks_the_engine(not_nccl):
-    group = torch_engine.create_nccl(options_of_one(size=2))
+    group = torch_engine.create_nccl(options(size=2))
     request = group.recv(torch.ones(2), 1, 0, True)
     assert not request.done()
     assert not request.wait(0.001)
@@ -178,7 +171,7 @@ def test_nccl_message_waits_in_its_own_thread_and_asks_the_engine(not_nccl):
 
 @pytest.mark.parametrize("verified", [False, True])
 def test_nccl_messages_of_a_batch_are_started_as_one(not_nccl, monkeypatch, verified):
-    inner = torch_engine.create_nccl(options_of_one(size=2))
+    inner = torch_engine.create_nccl(options(size=2))
     if verified:
         backend = object.__new__(VerifyingBackend)
         backend._inner, backend._engine, backend.in_stream = inner, threading.RLock(), True
@@ -225,7 +218,7 @@ def of_call(op, inputs, outputs, reduction=None):
     ],
 )
 def test_nccl_temporaries_are_kept_for_the_stream_that_copies(not_nccl, call, temporary):
-    group = torch_engine.create_nccl(options_of_one(size=3))
+    group = torch_engine.create_nccl(options(size=3))
     request = group.run(call(torch.ones(6).as_subclass(OnCuda)), True)
     Stream.current = "B"
     with suppress(RuntimeError):  # what arrived, of three ranks, is not what ours copies
@@ -235,12 +228,12 @@ def test_nccl_temporaries_are_kept_for_the_stream_that_copies(not_nccl, call, te
 
 def test_nccl_barrier_waits_for_its_stream_only(not_nccl, monkeypatch):
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    torch_engine.create_nccl(options_of_one()).run(Call(op="barrier"), False)
+    torch_engine.create_nccl(options(size=1)).run(Call(op="barrier"), False)
     assert Stream.log == ["all_reduce", "A waits for all_reduce", "host waits for A"]
 
 
 def test_nccl_reduces_16_bits_itself_unless_the_result_is_wider(not_nccl):
-    group, t = torch_engine.create_nccl(options_of_one()), torch.ones(2, dtype=torch.bfloat16)
+    group, t = torch_engine.create_nccl(options(size=1)), torch.ones(2, dtype=torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.empty(2, dtype=dtype)
         call = Call(op="reduce_scatter_single", inputs=(t,), outputs=(out,), reduction=ReduceOp.SUM)
@@ -249,7 +242,7 @@ def test_nccl_reduces_16_bits_itself_unless_the_result_is_wider(not_nccl):
 
 
 def test_nccl_gathers_of_two_ranks_are_gathers(not_nccl):
-    group = torch_engine.create_nccl(options_of_one(size=2))
+    group = torch_engine.create_nccl(options(size=2))
     t, out = torch.ones(2), torch.empty(4)
     group.run(Call(op="all_gather_single", inputs=(t,), outputs=(out,)), True)
     group.run(Call(op="all_gather", inputs=(t,), outputs=tuple(out.view(2, 2))), True)
@@ -257,7 +250,7 @@ def test_nccl_gathers_of_two_ranks_are_gathers(not_nccl):
 
 
 def test_nccl_asks_each_of_many_pending_works_a_few_times(not_nccl):
-    group, t = torch_engine.create_nccl(options_of_one()), torch.ones(2)
+    group, t = torch_engine.create_nccl(options(size=1)), torch.ones(2)
     for _ in range(100):
         group.run(Call(op="all_reduce", inputs=(t,), reduction=ReduceOp.SUM), True)
     assert sum(work.asked for work in group._engine._engine.works) < 300  # not 100 * 99 / 2
@@ -270,7 +263,7 @@ def test_nccl_asks_each_of_many_pending_works_a_few_times(not_nccl):
 
 def test_nccl_refusal_of_a_shared_gpu_is_a_device_error():
     said = "NCCL error in: x.cpp:93, invalid usage\nLast error:\nDuplicate GPU detected : rank 0"
-    error = EngineState(options_of_one()).translate(RuntimeError(said), "all_reduce", 0.0)
+    error = EngineState(options(size=1)).translate(RuntimeError(said), "all_reduce", 0.0)
     assert type(error) is DeviceError
     assert "Duplicate GPU" in error.seen
 

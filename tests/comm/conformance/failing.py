@@ -5,6 +5,7 @@ Each works in a group of its own, because a group that failed is not used again.
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 
 import dure as dist
 from dure.errors import Aborted, CommError, CommTimeout, Desync, PeerLost, UsageError
+from tests.waiting import PATIENCE_S
 
+NEEDS_PEERS = True
 FILE = Path(__file__).name
 
 
@@ -33,6 +36,15 @@ CALLS = {
         lambda t, g: dist.broadcast(t, src=0, group=g),
         lambda t, g: dist.broadcast(t, src=dist.get_world_size() - 1, group=g),
     ),
+    "other parts of a list": (
+        4,
+        lambda t, g: dist.all_gather([t.clone() for _ in range(dist.get_world_size())], t, group=g),
+        lambda t, g: dist.all_gather(
+            [*(t.clone() for _ in range(dist.get_world_size() - 1)), t[:-1].clone()],
+            t[:-1],
+            group=g,
+        ),
+    ),
     "asynchronous": (
         4,
         lambda t, g: dist.all_reduce(t, group=g, async_op=True).wait(),
@@ -43,8 +55,6 @@ CALLS = {
 
 
 def case_mismatches(rank, n):
-    if n == 1:
-        return
     for what, (count, others, last) in CALLS.items():
         t = torch.full((count,), float(rank))
         group = dist.new_group()
@@ -70,8 +80,6 @@ def _impatient_group(limit_s: float):
 
 def case_late_ranks(rank, n):
     """The others do not call until rank 0 has given up: so it is known who is missing."""
-    if n == 1:
-        return
     group = _impatient_group(0.3)
     if rank == 0:
         with pytest.raises(CommTimeout) as info:
@@ -82,6 +90,10 @@ def case_late_ranks(rank, n):
         else:
             assert missing == others
         assert (info.value.elapsed_s or 0) >= 0.3
+        if os.environ.get("DURE_VERIFY"):  # the last calls are known
+            where = info.value.whereabouts
+            assert where.keys() == set(missing)
+            assert all(FILE in text for text in where.values())
     dist.barrier()
     if rank > 0:
         with pytest.raises(CommError):
@@ -90,19 +102,21 @@ def case_late_ranks(rank, n):
 
 
 def case_message_that_never_comes(rank, n):
-    if n == 1:
-        return
     group = _impatient_group(0.3)
     if rank == 0:
-        with pytest.raises(CommTimeout):
+        with pytest.raises(CommTimeout) as info:
             dist.recv(torch.zeros(4), src=1, group=group)
+        assert info.value.missing == (1,)
+    group.set_timeout(timedelta(seconds=PATIENCE_S))
     dist.barrier()
+    if dist.get_backend() in ("threads", "shm", "mpi"):  # the group is whole
+        t = torch.ones(1)
+        dist.all_reduce(t, group=group)
+        assert t.item() == n
     dist.destroy_process_group(group)
 
 
 def case_rank_that_left(rank, n):
-    if n == 1:
-        return
     group = dist.new_group()
     dist.barrier(group=group)
     if rank == n - 1:
@@ -120,8 +134,6 @@ def case_rank_that_left(rank, n):
 
 def case_rank_that_leaves_at_once(rank, n):
     """Who leaves has ended an operation, in which others may still be: they end it well, too."""
-    if n == 1:
-        return
     operations = (
         lambda t, g: dist.barrier(group=g),
         lambda t, g: dist.all_reduce(t, group=g),
@@ -140,8 +152,6 @@ def case_rank_that_leaves_at_once(rank, n):
 
 
 def case_own_group_left_with_work_pending(rank, n):
-    if n == 1:
-        return
     group = dist.new_group()
     if rank == 0:
         work = dist.all_reduce(torch.zeros(4), group=group, async_op=True)
@@ -161,7 +171,7 @@ def case_own_group_left_with_work_pending(rank, n):
 
 def case_message_of_a_rank_that_left(rank, n):
     """What was sent before is still received; after that nobody waits for it."""
-    if n == 1 or dist.get_backend() not in ("threads", "shm", "mpi"):
+    if dist.get_backend() not in ("threads", "shm", "mpi"):
         return  # others send when it is received
     group = dist.new_group()
     if rank == 1:
@@ -180,9 +190,27 @@ def case_message_of_a_rank_that_left(rank, n):
     dist.barrier()
 
 
+def case_message_for_the_second_of_two_receives(rank, n):
+    """The first has no room for it, and fails; both were there before the message."""
+    if dist.get_backend() not in ("threads", "shm"):
+        return
+    if rank == 0:
+        room = torch.zeros(4), torch.zeros(3)
+        first, second = (dist.irecv(t, src=1, tag=51) for t in room)
+        dist.barrier()
+        with pytest.raises(Desync):
+            first.wait()
+        second.wait()
+        assert [t.tolist() for t in room] == [[0.0] * 4, [7.0] * 3]
+        return
+    dist.barrier()
+    if rank == 1:
+        dist.send(torch.full((3,), 7.0), dst=0, tag=51)
+
+
 def case_message_that_does_not_fit(rank, n):
     """It is an error of its receiver alone."""
-    if n == 1 or dist.get_backend() not in ("threads", "shm", "mpi"):
+    if dist.get_backend() not in ("threads", "shm", "mpi"):
         return
     for sent, room in ((3, 4), (4, 3)):
         if rank == 1:

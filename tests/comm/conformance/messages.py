@@ -8,14 +8,14 @@ import dure as dist
 
 from .values import LARGE, movable, noise, same
 
+NEEDS_PEERS = True
+
 
 def _ring(rank: int, n: int) -> tuple[int, int]:
     return (rank + 1) % n, (rank - 1) % n
 
 
 def case_ring_of_blocking_messages(rank, n):
-    if n == 1:
-        return
     right, left = _ring(rank, n)
     for count in (0, 1, n, LARGE):
         mine, got = torch.full((count,), float(rank)), torch.empty(count)
@@ -30,8 +30,6 @@ def case_ring_of_blocking_messages(rank, n):
 
 
 def case_every_dtype_moves(rank, n):
-    if n == 1:
-        return
     right, left = _ring(rank, n)
     for dtype in movable(n):
         got = torch.empty_like(noise(0, 11, dtype))
@@ -42,8 +40,6 @@ def case_every_dtype_moves(rank, n):
 
 
 def case_tags_are_told_apart(rank, n):
-    if n == 1:
-        return
     right, left = _ring(rank, n)
     sends = [dist.isend(torch.tensor([10 * rank + tag]), dst=right, tag=tag) for tag in (1, 2, 3)]
     for tag in (3, 2, 1):  # the others came before the third, and wait
@@ -55,8 +51,6 @@ def case_tags_are_told_apart(rank, n):
 
 
 def case_one_pair_and_tag_keeps_order(rank, n):
-    if n == 1:
-        return
     right, left = _ring(rank, n)
     sends = [dist.isend(torch.tensor([i]), dst=right, tag=9) for i in range(20)]
     for i in range(20):
@@ -81,8 +75,6 @@ def case_from_anyone(rank, n):
 
 
 def case_receives_posted_before_sends(rank, n):
-    if n == 1:
-        return
     right, left = _ring(rank, n)
     outputs = [torch.empty(500) for _ in range(6)]
     receives = [dist.irecv(o, src=left, tag=i) for i, o in enumerate(outputs)]
@@ -99,8 +91,6 @@ def case_receives_posted_before_sends(rank, n):
 
 
 def case_batch(rank, n):
-    if n == 1:
-        return
     right, left = _ring(rank, n)
     got_left, got_right = torch.empty(40_000), torch.empty(40_000)
     mine = torch.full((40_000,), float(rank))
@@ -119,8 +109,6 @@ def case_batch(rank, n):
 
 
 def case_odd_views_move(rank, n):
-    if n == 1:
-        return
     right, left = _ring(rank, n)
     given, got = (
         torch.arange(12).view(3, 4).t() + rank,
@@ -133,8 +121,6 @@ def case_odd_views_move(rank, n):
 
 
 def case_messages_beside_collectives(rank, n):
-    if n == 1:
-        return
     right, left = _ring(rank, n)
     got = torch.empty(5)
     receive = dist.irecv(got, src=left, tag=8)
@@ -148,7 +134,7 @@ def case_messages_beside_collectives(rank, n):
 
 
 def case_objects_by_message(rank, n):
-    if n == 1 or rank > 1:
+    if rank > 1:
         return
     if rank == 0:
         dist.send_object_list(["a", {"b": 1}, None], dst=1)

@@ -47,16 +47,6 @@ def case_all_gather_single(rank, n):
         assert all(same(p, noise(r, count, dtype)) for r, p in enumerate(parts)), (count, dtype)
 
 
-def case_all_gather_single_in_place(rank, n):
-    for count in counts(n):
-        output = torch.zeros(n * count)
-        mine = output[rank * count : (rank + 1) * count]
-        mine.copy_(torch.arange(count) + rank)
-        dist.all_gather_single(output, mine)
-        for r, part in enumerate(output.view(n, count)):
-            assert torch.equal(part, torch.arange(count, dtype=torch.float32) + r), count
-
-
 def case_gather(rank, n):
     for i, (count, dtype) in enumerate(_each(n)):
         dst = i % n
@@ -99,14 +89,6 @@ def case_all_to_all_single(rank, n):
         dist.all_to_all_single(output, given)
         for r, part in enumerate(output.view(n, k)):
             assert same(part, noise(10 * r + rank, k, dtype)), (k, dtype)
-
-
-def case_all_to_all_single_in_place(rank, n):
-    for count in (0, 1, 5, 50_000):
-        t = torch.stack([torch.full((count,), 10.0 * rank + r) for r in range(n)]).view(-1)
-        dist.all_to_all_single(t, t)
-        for r, part in enumerate(t.view(n, count)):
-            assert torch.equal(part, torch.full((count,), 10.0 * r + rank)), count
 
 
 def case_all_to_all_single_uneven(rank, n):

@@ -81,15 +81,6 @@ def case_reduce_scatter_single_counts(rank, n):
         assert torch.equal(given, kept), "the input was changed"
 
 
-def case_reduce_scatter_single_in_place(rank, n):
-    for count in (0, 1, 5, 50_000):
-        given = torch.arange(n * count, dtype=torch.float32) % 1000 + rank
-        output = given[rank * count : (rank + 1) * count]
-        dist.reduce_scatter_single(output, given)
-        wanted = (torch.arange(n * count) % 1000) * n + n * (n - 1) // 2
-        assert torch.equal(output, wanted[rank * count : (rank + 1) * count].float()), count
-
-
 def case_reduce_scatter_uneven(rank, n):
     """Part r has 2 r + 1 elements."""
     cuts = [2 * r + 1 for r in range(n)]

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -60,9 +59,7 @@ def _round(slot: Slot, seed: int, victim: int, after_s: float, shrinks: bool):
     """Collectives at random, alike on all ranks, until one of them is lost."""
     symmetric_memory.empty(1)  # the process's heap, which stays
     before = descriptors(), len(mapped_segments()), _num_threads()
-    dure.init_process_group(
-        "shm", slot.url, timedelta(seconds=PATIENCE_S), world_size=slot.size, rank=slot.rank
-    )
+    slot.init()
     rng = random.Random(seed)
     dure.barrier()  # all have joined
     if slot.rank == victim:

@@ -6,16 +6,13 @@ import os
 import platform
 import resource
 import signal
-import sys
-import threading
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.errors import CommTimeout, PeerLost
+from dure.errors import PeerLost
 from tests.comm.forked_ranks import Ranks, Slot, caught, join, while_waiting
 from tests.waiting import until
 
@@ -96,68 +93,6 @@ def test_forked_child_neither_is_nor_keeps_its_rank_of_3(tmp_path):
 
 
 # ---- silence -------------------------------------------------------------------------------------
-
-
-def _stops(slot: Slot):
-    backend = join(slot)
-    backend.barrier(False)
-    backend.set_timeout(timedelta(seconds=0.5))  # all had the time to come
-    if slot.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return caught(lambda: backend.barrier(False))
-
-
-def test_stopped_rank_is_said_to_be_stopped_and_hears_of_the_timeout_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _stops) as ranks:
-        error = ranks.result(0)
-        assert isinstance(error, CommTimeout)
-        assert error.missing == (1,)
-        assert "stopped" in error.whereabouts[1]
-        os.kill(ranks.pids[1], signal.SIGCONT)
-        assert isinstance(ranks.result(1), CommTimeout)  # at once: rank 0 gave up
-
-
-def _is_elsewhere(slot: Slot, calls: int):
-    backend = join(slot)
-    for _ in range(calls):
-        backend.all_reduce(torch.ones(4), SUM, False)
-    if slot.rank == 1:
-        ident = threading.get_ident()
-        threading.Thread(target=_tell_that_it_waits, args=(backend, ident), daemon=True).start()
-        caught(lambda: backend.recv(torch.ones(4), 0, 0, False))  # the line that is told
-        return None
-    backend.recv(torch.ones(1), 1, 1, False)
-    backend.set_timeout(timedelta(seconds=0.5))
-    error = caught(lambda: backend.barrier(False))
-    backend.close(False)
-    return error
-
-
-LINE_TOLD = _is_elsewhere.__code__.co_firstlineno + 7
-
-
-def _tell_that_it_waits(backend, ident: int) -> None:
-    """Send a message when thread `ident` is in the line that is told."""
-
-    def is_there() -> bool:
-        frame = sys._current_frames()[ident]
-        while frame is not None and frame.f_code.co_filename != __file__:
-            frame = frame.f_back
-        return frame is not None and frame.f_lineno == LINE_TOLD
-
-    until(is_there, "the main thread in its line")
-    backend.send(torch.ones(1), 0, 1, False)
-
-
-@pytest.mark.parametrize("calls", [0, 3])
-def test_absent_rank_tells_its_line_at_the_timeout_of_2_ranks(tmp_path, calls):
-    with Ranks(2, tmp_path, _is_elsewhere, calls) as ranks:
-        error = ranks.result(0)
-        assert isinstance(error, CommTimeout)
-        assert error.missing == (1,)
-        where = error.whereabouts[1]
-        assert f"{__file__}:{LINE_TOLD} in _is_elsewhere" in where
-        assert (f"all_reduce #{calls}" in where) == (calls > 0)
 
 
 # ---- leaving -------------------------------------------------------------------------------------

@@ -25,20 +25,20 @@ def write(folder: Path, text: str) -> Path:
 SUBJECTS = {**suite.SUBJECTS, "mpi_cases": mpi_cases}
 
 
-def check_all_ran(ended: mpi_jobs.Ended) -> None:
+def check_all_ran(ended: mpi_jobs.Ended, n: int) -> None:
     assert ended.code == 0, ended.err
     ran = json.loads(ended.out)
-    assert ran == {name: suite.cases_of(module) for name, module in SUBJECTS.items()}
+    assert ran == {name: suite.cases_of(module, n) for name, module in SUBJECTS.items()}
 
 
 @pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_mpi_backend_keeps_the_contract(n):
-    check_all_ran(mpi_jobs.mpirun(n, "mpi_suite.py", *SUBJECTS))
+    check_all_ran(mpi_jobs.mpirun(n, "mpi_suite.py", *SUBJECTS), n)
 
 
 def test_program_without_a_launcher_is_a_world_of_one_that_keeps_the_contract():
     program = mpi_jobs.PROGRAMS / "mpi_suite.py"
-    check_all_ran(mpi_jobs.run(sys.executable, str(program), *SUBJECTS))
+    check_all_ran(mpi_jobs.run(sys.executable, str(program), *SUBJECTS), 1)
 
 
 def test_ranks_that_mpi_did_not_start_are_told_so(tmp_path):

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
 
 import dure
 from dure.comm.ops import ReduceOp
-from dure.errors import Aborted, CommTimeout, UsageError
+from dure.errors import Aborted, UsageError
 from tests.comm.forked_ranks import Ranks, Slot, in_child, join, while_waiting
 from tests.waiting import PATIENCE_S
 
@@ -97,36 +96,6 @@ def test_collective_in_a_handler_is_refused_and_the_waiting_one_succeeds_on_2_ra
         assert ranks.values() == [(["UsageError"], 2.0), ([], 2.0)]
 
 
-def _forks(slot: Slot) -> tuple[int, float]:
-    backend = join(slot)
-    x = torch.ones(1)
-    pending = backend.all_reduce(x, ReduceOp.SUM, async_op=True)  # for a progress thread
-    assert pending is not None
-    pending.wait()
-    del pending
-    status = 0
-    if slot.rank == 0:
-        child = os.fork()
-        if child == 0:
-            signal.alarm(PATIENCE_S)  # ends a child that waits for threads that it lacks
-            try:
-                backend.barrier(async_op=False)
-            except UsageError:
-                backend.close(abort=True)
-                del backend
-                os._exit(7)
-            os._exit(1)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    backend.all_reduce(x, ReduceOp.SUM, async_op=False)
-    backend.close(abort=False)
-    return status, x.item()
-
-
-def test_forked_child_neither_uses_nor_leaves_the_group_of_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _forks) as ranks:
-        assert ranks.values() == [(7, 4.0), (0, 4.0)]
-
-
 def _outcome(ask: Callable[[], object]) -> str:
     try:
         return str(ask())
@@ -135,11 +104,12 @@ def _outcome(ask: Callable[[], object]) -> str:
 
 
 def _forks_while_pending(slot: Slot, backend: str) -> tuple[object, float]:
-    dure.init_process_group(backend, init_method=slot.url, rank=slot.rank, world_size=slot.size)
+    slot.init(backend)
     x, y, z = (torch.full((1 << 18,), 1.0) for _ in range(3))
     before = dure.all_reduce(z, async_op=True)
     assert before is not None
     before.wait()
+    group = dure.group.WORLD
     seen: object = None
     if slot.rank == 0:  # the other rank begins when this one has forked
         reduced, received = dure.all_reduce(x, async_op=True), dure.irecv(y, 1)
@@ -153,6 +123,7 @@ def _forks_while_pending(slot: Slot, backend: str) -> tuple[object, float]:
                 _outcome(reduced_too.is_completed),
                 _outcome(reduced_too.wait),
                 _outcome(lambda: reduced_last.get_future().wait()),
+                *(map(_outcome, (group.barrier, group.abort)) if backend == "shm" else ()),
             ]
         )
         dure.send(torch.ones(1), 1)
@@ -176,27 +147,8 @@ def test_pending_operations_are_refused_in_a_forked_child(tmp_path, backend):
         (seen, first), (_, second) = ranks.values()
     assert seen[:5] == child
     assert seen[5] in ("RuntimeError", "UsageError")
+    assert seen[6:] == (["UsageError", "None"] if backend == "shm" else [])
     assert (first, second) == (numbers + (1 << 18) * 5.0, numbers + (1 << 18) * 1.0)
-
-
-def _waits_for_ever(slot: Slot) -> str:
-    backend = join(slot)
-    backend.set_timeout(timedelta.max)
-    try:
-        if slot.rank == 1:
-            backend.recv(torch.zeros(1), 0, 0, async_op=False)
-        else:
-            while_waiting(lambda: backend.send(torch.zeros(1), 1, 0, async_op=False))
-        backend.barrier(async_op=False)
-    except CommTimeout as error:
-        return type(error).__name__
-    backend.close(abort=False)
-    return "met"
-
-
-def test_longest_timeout_of_python_does_not_expire_on_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _waits_for_ever) as ranks:
-        assert ranks.values() == ["met", "met"]
 
 
 # Something slow in the modules' globals keeps the interpreter's end going on for a while.

@@ -1,7 +1,5 @@
 """What becomes of tasks in the background when their process ends."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -61,12 +61,6 @@ def _reduce(x: torch.Tensor) -> torch.Tensor:
     return y + 1
 
 
-def _broadcast(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    dist.broadcast(y, 1)
-    return y + 1
-
-
 def _gather(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty(2 * x.numel())
     dist.all_gather_into_tensor(y, x * 2)
@@ -89,7 +83,7 @@ def _compiled(rank: int, program: Callable[[torch.Tensor], torch.Tensor]) -> tup
 
 @pytest.mark.parametrize(
     ("program", "result"),
-    [(_reduce, [7.0]), (_broadcast, [5.0]), (_gather, [3.0, 5.0]), (_method, [7.0])],
+    [(_reduce, [7.0]), (_gather, [3.0, 5.0]), (_method, [7.0])],
 )
 def test_compiled_program_runs_it_between_two_graphs(process_pool, program, result):
     assert process_pool(2, "shm").run(_compiled, program) == [(1, result)] * 2

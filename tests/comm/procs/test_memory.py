@@ -16,13 +16,8 @@ pytestmark = pytest.mark.needs("engine")
 _COUNT = 1 << 19  # of float32: 2 MiB, in the heap
 
 
-def _joined(slot: Slot) -> None:
-    torch.set_num_threads(1)  # a forked child has no other threads
-    dure.init_process_group("shm", init_method=slot.url, rank=slot.rank, world_size=slot.size)
-
-
 def _gathers_and_forks(slot: Slot) -> dict[str, bool]:
-    _joined(slot)
+    slot.init()
     mine = torch.full((_COUNT // 2,), 1.0 + slot.rank)
     kept, written = (
         functional.wait_tensor(functional.all_gather_tensor(mine, 0, None)) for _ in range(2)
@@ -42,7 +37,7 @@ def test_a_forked_child_has_results_of_its_own(tmp_path):
 
 
 def _shares_and_forks(slot: Slot) -> dict[str, object]:
-    _joined(slot)
+    slot.init()
     own, of_all = dure.shared_empty(100), dure.host_shared_empty(100)
 
     def writes() -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.errors import RendezvousError, RendezvousTimeout
+from dure.errors import RendezvousError
 from dure.store.file import FileStore
 from dure.store.prefix import PrefixStore
 from tests.comm.forked_ranks import Ranks, Slot, descriptors, join, mapped_segments
@@ -135,30 +135,3 @@ def _joins_under(slot: Slot, what: int, limit: int) -> object:
 def test_a_limit_makes_heaps_smaller(tmp_path, size, what, limit):
     with Ranks(size, tmp_path, _joins_under, what, limit) as ranks:
         assert ranks.values() == [(size, size)] * size
-
-
-@pytest.mark.parametrize(
-    ("what", "name"), [(resource.RLIMIT_AS, "RLIMIT_AS"), (resource.RLIMIT_FSIZE, "RLIMIT_FSIZE")]
-)
-def test_a_limit_that_leaves_no_room_is_named_on_all_ranks(tmp_path, what, name):
-    with Ranks(2, tmp_path, _joins_under, what, 3 << 20) as ranks:
-        for seen, fix in ranks.values():
-            assert name in seen
-            assert "limit" in fix
-
-
-def _stays_away(slot: Slot):
-    if slot.rank == 1:
-        return None
-    try:
-        join(slot)
-    except RendezvousTimeout as error:
-        return error
-    return None
-
-
-def test_rank_that_never_comes_is_named_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _stays_away, timeout_s=0.5) as ranks:
-        error = ranks.result(0)
-        assert isinstance(error, RendezvousTimeout)
-        assert (error.missing, error.came) == ((1,), (0,))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -152,18 +151,6 @@ def _transforms(rank: int) -> None:
 
 def test_transforms_of_torch_func(process_pool):
     process_pool(2, "shm").run(_transforms)
-
-
-def _without_values(rank: int) -> list[Any]:
-    with FakeTensorMode():
-        return [tuple(y.shape) for y in _every_collective(torch.ones(2, 2), rank)]
-
-
-def test_fake_tensors_give_shapes_and_send_nothing(process_pool):
-    def shapes(rank: int) -> list[Any]:
-        return [tuple(torch.tensor(values).shape) for values in EXPECTED[rank]]
-
-    assert process_pool(2, "shm").run(_without_values) == [shapes(0), shapes(1)]
 
 
 def _of_groups(rank: int) -> None:

@@ -70,7 +70,7 @@ def _loss(t: torch.Tensor) -> PeerLost | None:
 
 def _lose(slot: Slot, who: int) -> tuple[int | None, int, float]:
     os.environ["DURE_HOST_ID"] = "aabb"[slot.rank]
-    dist.init_process_group(init_method=slot.url, rank=slot.rank, world_size=slot.size)
+    slot.init(None)
     t = torch.ones(100_000)
     dist.barrier()
     if slot.rank == who:

@@ -29,6 +29,9 @@ AXES = [
 """The ranks along each axis of a mesh of 2 x 2 x 2."""
 
 
+ASKED = {"set", "get", "multi_set", "multi_get", "add"}
+
+
 class Counting(PrefixStore):
     """A store that counts what it is asked."""
 
@@ -36,24 +39,10 @@ class Counting(PrefixStore):
         super().__init__("counted", store)
         self.counts = counts
 
-    def _counted(self, what: str, *args: Any) -> Any:
-        self.counts[what] += 1
-        return getattr(super(), what)(*args)
-
-    def set(self, *args: Any) -> None:
-        self._counted("set", *args)
-
-    def get(self, *args: Any) -> bytes:
-        return self._counted("get", *args)
-
-    def multi_set(self, *args: Any) -> None:
-        self._counted("multi_set", *args)
-
-    def multi_get(self, *args: Any) -> list[bytes]:
-        return self._counted("multi_get", *args)
-
-    def add(self, *args: Any) -> int:
-        return self._counted("add", *args)
+    def __getattribute__(self, name: str) -> Any:
+        if name in ASKED:
+            self.counts[name] += 1
+        return super().__getattribute__(name)
 
 
 def count(rank: int, lists: list[list[int]]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from tests.waiting import until
 
 
 def die_when_connecting(slot: Slot) -> int | None:
-    dist.init_process_group("gloo", slot.url, rank=slot.rank, world_size=slot.size)
+    slot.init("gloo")
     connect = GlooOpening.connect
 
     def connect_or_die(opening: GlooOpening, offers: Sequence[bytes]) -> None:

@@ -1,15 +1,11 @@
 """Private names of torch that many programs import."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
-import pytest
 import torch
 
 import dure as dist
 from dure import distributed_c10d as c10d
-from dure.errors import UsageError
 from dure.testing import run_ranks
 
 
@@ -23,11 +19,7 @@ def test_private_names_of_torch_lead_to_the_groups_of_this_rank():
             return None
         assert c10d._world.pg_group_ranks == {world: {0: 0, 1: 1, 2: 2}, group: {1: 0, 2: 1}}
         assert c10d._world.pg_map[world] == (world.backend_name, c10d._get_default_store())
-        name = c10d._get_process_group_name(group)
-        assert c10d._world.pg_names[group] == name
-        assert c10d._resolve_process_group(name) is group
-        with pytest.raises(UsageError):
-            c10d._resolve_process_group("no group")
+        assert c10d._world.pg_names[group] == c10d._get_process_group_name(group)
         c10d._set_pg_timeout(timedelta(seconds=7), group)
         assert c10d._get_pg_default_device(group) == torch.device("cpu")
         return group.timeout.total_seconds()

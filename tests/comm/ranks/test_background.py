@@ -1,7 +1,5 @@
 """Tasks in the background: who waits for them, and where their errors are raised."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

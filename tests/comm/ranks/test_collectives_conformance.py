@@ -1,7 +1,5 @@
 """The conformance suite over the threads backend."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.testing import run_ranks

@@ -3,8 +3,6 @@
 # A gradient may be None to pyright.
 # pyright: reportArgumentType=false
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -11,11 +11,12 @@ import torch
 
 import dure as dist
 from dure.comm.world import current_world
-from dure.errors import CopyError, UsageError
-from dure.testing import run_ranks
+from dure.errors import CopyError, Desync, UsageError
+from tests.thread_ranks import on_ranks
 
 
-def _copies(rank: int) -> None:
+@on_ranks(2)
+def test_group_and_what_holds_one_refuse_to_be_copied_2_ranks(rank: int) -> None:
     group = dist.new_group([0, 1])
     holder = dist.SyncBatchNorm(2, process_group=group)
     for copies in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -28,11 +29,8 @@ def _copies(rank: int) -> None:
     assert group.channel(1).size() == 2
 
 
-def test_group_and_what_holds_one_refuse_to_be_copied_2_ranks():
-    run_ranks(2, _copies)
-
-
-def _methods(rank: int) -> None:
+@on_ranks(2)
+def test_methods_of_torchs_groups_2_ranks(rank: int) -> None:
     group = dist.new_group([0, 1], group_desc="pair")
     assert isinstance(group, dist.ProcessGroup)
     assert (group.group_desc, group.bound_device_id) == ("pair", None)
@@ -68,5 +66,19 @@ def _methods(rank: int) -> None:
     dist.barrier()
 
 
-def test_methods_of_torchs_groups_2_ranks():
-    run_ranks(2, _methods)
+@on_ranks(2)
+def test_a_channel_is_a_view_of_its_group_2_ranks(rank: int) -> None:
+    group = current_world().need_default()
+    second = group.channel(1)
+    assert group.channel(0) is group and second.channel(0) is group
+    assert group.channel(1) is second and second.channel(1) is second
+    assert (second.rank(), second.size()) == (group.rank(), group.size())
+    x = torch.full((3,), float(rank))
+    dist.all_reduce(x, group=second)
+    assert x.tolist() == [1.0, 1.0, 1.0]
+    assert (group.seq, second.seq) == (0, 1)
+    with pytest.raises(UsageError):
+        group.channel(2)
+    with pytest.raises(Desync) as told:
+        dist.all_reduce(torch.ones(2 + rank), group=second)
+    assert told.value.group == second.group_name != group.group_name

@@ -3,8 +3,6 @@
 Then the group ends on all ranks, because nothing that follows is known to match.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,21 +1,36 @@
-"""How groups come into being: keys that are removed, backends that are closed."""
+"""How groups come into being: keys that are removed, backends that are closed, and time limits."""
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dure as dist
+from dure import native
+from dure.comm import creation, init
 from dure.comm.backends.registry import register_backend, unregister_backend
+from dure.comm.creation import GroupSpec, create_groups
 from dure.comm.subgroups import GroupOptions, new_groups
-from dure.comm.world import current_world
-from dure.errors import Desync, UsageError
+from dure.comm.world import World, current_world
+from dure.device_mesh import init_device_mesh
+from dure.errors import Desync, RendezvousError, RendezvousTimeout, UsageError
+from dure.store import HashStore
+from dure.store.builds import Build
 from dure.testing import run_ranks
+from dure.testing.ranks import new_world
 from tests.thread_ranks import on_ranks
+from tests.waiting import PATIENCE_S, until
 
 FILE = Path(__file__).name
+AT_ONCE, LONG = timedelta(microseconds=1), timedelta(seconds=PATIENCE_S)
 
 
 def test_new_groups_that_disagree_raise_desync_with_both_lines():
@@ -91,3 +106,137 @@ def test_a_backend_is_closed_where_the_groups_other_one_cannot_be_made(half_buil
 
     assert run_ranks(1, body) == [1]
     assert half_built == [True]
+
+
+# ---- groups of the plug-in, which has no group to compare calls in -------------------------------
+
+
+def _refusals(
+    error: type[Exception], prepare: Callable[[int], object], backends: tuple[str, str]
+) -> list[str]:
+    """Create a group on two ranks, which is refused; return what each of them has seen."""
+    shared = HashStore()
+
+    def create(rank: int) -> str:
+        prepare(rank)
+        spec = GroupSpec(name="g", global_ranks=(0, 1), backend=backends[rank], timeout=LONG)
+        with pytest.raises(error) as caught:
+            create_groups(World(), shared, rank, [spec])
+        return getattr(caught.value, "seen", None) or ""
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(create, range(2)))
+
+
+def test_ranks_of_the_plugin_with_different_builds_make_no_group(monkeypatch: pytest.MonkeyPatch):
+    mine = threading.local()
+    monkeypatch.setattr(creation, "own_build", lambda: Build(10, mine.version))
+
+    def prepare(rank: int) -> None:
+        mine.version = f"0.2.{rank}"
+
+    for seen in _refusals(RendezvousError, prepare, ("gloo", "gloo")):
+        assert "0.2.0 (protocol 10): rank 0 (pid " in seen
+        assert "0.2.1 (protocol 10): rank 1 (pid " in seen
+
+
+def test_ranks_of_which_only_some_have_the_engine_are_told_so(monkeypatch: pytest.MonkeyPatch):
+    mine = threading.local()
+    monkeypatch.setattr(native, "available", lambda: (not mine.reason, mine.reason))
+
+    def prepare(rank: int) -> None:
+        mine.reason = "" if rank == 0 else "it is not built"
+
+    for seen in _refusals(RendezvousError, prepare, ("cpu:gloo", "gloo")):
+        assert "with the native engine: global ranks [0]" in seen
+        assert "without the native engine (it is not built): global ranks [1]" in seen
+
+
+def test_sockets_of_gloo_close_with_a_group_that_was_not_made():
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()  # the errors that were raised are part of circles, the sockets must not be
+    try:
+        _refusals(Desync, lambda _: None, ("gloo", "cpu:gloo"))
+        until(lambda: len(os.listdir("/proc/self/fd")) == before, "sockets to be closed")
+    finally:
+        gc.enable()
+
+
+# ---- how long creation waits ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Without a timeout of the program's, ranks that are late are not waited for at all."""
+    for module in (creation, init):
+        monkeypatch.setattr(module, "RENDEZVOUS_LIMIT", AT_ONCE)
+
+
+MAKERS: dict[str, Callable[[], object]] = {
+    "group": lambda: dist.new_group([0, 1], timeout=LONG),
+    "own group": lambda: dist.new_group([0, 1], timeout=LONG, use_local_synchronization=True),
+    "inheriting group": lambda: dist.new_group([0, 1]),
+    "mesh": lambda: init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")),
+    "split": lambda: dist.split_group(split_ranks=[[0, 1]]),
+    "subgroups": lambda: dist.new_subgroups(2),
+    "shrunk": dist.shrink,
+}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.usefixtures("hurried")
+def test_creation_waits_as_long_as_the_program_said(make: str):
+    waiting = threading.Event()
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            waiting.wait(0.05)  # rank 0 has come to wait by then, or the test proves less
+        MAKERS[make]()
+        waiting.set()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_without_a_timeout_joining_waits_for_the_limit_alone():
+    with new_world(), pytest.raises(RendezvousTimeout) as caught:
+        dist.init_process_group("threads", store=dist.HashStore(), rank=0, world_size=2)
+    assert caught.value.missing == (1,)
+
+
+def test_a_group_may_be_waited_for_longer_than_an_operation_of_the_world():
+    short = timedelta(milliseconds=1)
+    waiting: list[dist.ProcessGroup] = []
+    ended = threading.Event()
+
+    def body(rank: int) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        dist.barrier()
+        group.set_timeout(short)
+        if rank == 0:
+            waiting.append(group)
+        else:  # rank 0 waits by now, for the new group, or has given up
+            until(lambda: ended.is_set() or (waiting and waiting[0].timeout == LONG))
+            assert not ended.is_set(), "rank 0 has given up"
+        try:
+            dist.new_group(timeout=LONG)
+        finally:
+            ended.set()
+        assert group.timeout == short
+        group.set_timeout(LONG)
+        dist.barrier()
+
+    run_ranks(2, body)
+
+
+def test_members_alone_that_pass_different_ranks_time_out_and_name_the_missing():
+    def body(rank: int) -> tuple[int, ...]:
+        ranks = [0, 1] if rank == 0 else [0, 1, 2]
+        with pytest.raises(RendezvousTimeout) as info:
+            dist.new_group(ranks, timeout=AT_ONCE, use_local_synchronization=True)
+        return info.value.missing
+
+    first, *others = run_ranks(3, body)
+    assert first == (1,)
+    assert all(0 in missing for missing in others)

@@ -14,20 +14,6 @@ from dure.testing import run_ranks
 from tests.thread_ranks import on_mesh, on_ranks
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_all_reduce_returns_a_new_tensor(n):
-    def body(rank):
-        x = torch.tensor([1.0, rank])
-        y = F.all_reduce(x, "sum")
-        assert F.all_reduce(x, "max").tolist() == [1, n - 1]
-        assert F.all_reduce(x, "avg").tolist() == [1, (n - 1) / 2]
-        assert F.all_reduce(x, dist.ReduceOp.premul_sum(2.0))[0] == 2 * n
-        return y.tolist(), x.tolist()
-
-    total = n * (n - 1) / 2
-    assert run_ranks(n, body) == [([n, total], [1, r]) for r in range(n)]
-
-
 def test_coalesced_forms_take_several_tensors():
     def body(rank):
         one, two = torch.full((2,), float(rank)), torch.full((2, 2), rank + 1.0)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 import dure as dist
-from dure.errors import (
-    CommTimeout,
-)
+from dure.errors import CommTimeout
 from dure.testing import run_ranks
 from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S

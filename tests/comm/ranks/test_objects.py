@@ -1,17 +1,11 @@
 """Python objects as messages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import dure as dist
 from dure.errors import ShapeError, UsageError
 from tests.thread_ranks import on_ranks
-
-
-def thing(rank):
-    return {"rank": rank, "text": "두레" * rank, "nested": [None, (1, 2.5)] * rank}
 
 
 @on_ranks(2)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 import dure as dist
-from dure.testing import run_ranks
 from tests.profiles import arguments_in, names_in, profile_of
 from tests.thread_ranks import on_ranks
 
@@ -115,11 +114,8 @@ def test_an_asynchronous_operation_is_its_start_and_the_wait(rank):
         assert starts[names[0]] < starts["aten::cos_"] < starts[names[1]]
 
 
-def _with_gloo(rank: int) -> None:
+@on_ranks(2, backend="gloo")
+def test_what_gloo_records_is_not_recorded_twice(rank: int) -> None:
     profile = profile_of(rank, lambda: dist.all_reduce(torch.ones(4)))
     if rank == 0:
         assert names_in(profile) == ["c10d::allreduce_", "gloo:all_reduce"]
-
-
-def test_what_gloo_records_is_not_recorded_twice():
-    run_ranks(2, _with_gloo, backend="gloo")

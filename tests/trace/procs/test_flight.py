@@ -2,16 +2,71 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import dure as dist
+from dure import trace
 from dure.launch import JobSpec, Line, run_job
 from dure.trace.findings import study
 from dure.trace.merging import read
-from tests.trace.procs import flight_ranks
+from tests.waiting import until
+
+
+def look_at_rank_0(rank: int, folder: str, op: str) -> None:
+    """Rank 0 waits in `op`; rank 1 signals it until its file shows that it does."""
+    os.environ["DURE_TRACE_DIR"] = folder
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        _signal_until_it_waits(pids[0], Path(folder, "rank0.json"), op)
+    if op == "recv":
+        (dist.recv if rank == 0 else dist.send)(torch.ones(4), 1 - rank)
+    else:
+        dist.all_reduce(torch.ones(4))
+    dist.barrier()
+
+
+def _signal_until_it_waits(pid: int, file: Path, op: str) -> None:
+    def waits() -> bool:
+        os.kill(pid, signal.SIGUSR2)
+        until(file.exists, "a file for the signal")
+        content = json.loads(file.read_text())
+        file.unlink()
+        last = content["records"][-1]
+        if (last["op"], last["state"]) != (op, "started"):
+            return False
+        assert content["reason"] == "SIGUSR2" and last["file"] == __file__
+        functions = [f["function"] for f in content["threads"][0]["stack"]]
+        assert "look_at_rank_0" in functions, functions
+        return True
+
+    until(waits, f"rank 0 waiting in {op}")
+
+
+def dump_now(rank: int, folder: str) -> str:
+    """Do something of each kind, and write it down."""
+    t = torch.ones(8)
+    dist.all_reduce(t)
+    work = dist.all_reduce(t, async_op=True)
+    assert work is not None
+    work.wait()
+    if rank == 0:
+        dist.send(t, 1, tag=4)
+    if rank == 1:
+        dist.recv(t, 0, tag=4)
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        dist.broadcast(t, 0, group)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return str(trace.dump(folder))
 
 
 def shm(*values):
@@ -22,19 +77,21 @@ def shm(*values):
     ("backend", "op"), [shm("shm", "all_reduce"), shm("shm", "recv"), ("gloo", "all_reduce")]
 )
 def test_sigusr2_shows_a_rank_of_2_that_waits(backend, op, process_pool, tmp_path):
-    process_pool(2, backend).run(flight_ranks.look_at_rank_0, str(tmp_path), op)
+    process_pool(2, backend).run(look_at_rank_0, str(tmp_path), op)
 
 
 @pytest.mark.parametrize("backend", [shm("shm"), "gloo"])
 def test_the_records_of_3_ranks_match(backend, process_pool, tmp_path):
-    paths = process_pool(3, backend).run(flight_ranks.dump_now, str(tmp_path))
+    paths = process_pool(3, backend).run(dump_now, str(tmp_path))
     assert [Path(p).name for p in paths] == [f"rank{r}.json" for r in range(3)]
     files = read(tmp_path)
     found = study(files)
     assert files.problems == () and found.sentences == []
-    assert {r.site.rpartition(":")[0] for f in files.ranks.values() for r in f.records} == {
-        flight_ranks.__file__
-    }
+    lines = Path(__file__).read_text().splitlines()
+    for record in (record for file in files.ranks.values() for record in file.records):
+        place, _, line = record.site.rpartition(":")
+        assert (place, record.function) == (__file__, "dump_now")
+        assert record.op.removesuffix("_single") in lines[int(line) - 1]
     for rank, file in files.ranks.items():
         world = [r for r in file.records if len(r.group) and not r.is_message and r.world_size == 3]
         asynchronous = [r.async_op for r in world if r.op == "all_reduce"]

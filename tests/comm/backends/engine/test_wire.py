@@ -1,7 +1,5 @@
 """The wire dtypes of foreign engines: what a simple engine reduces comes back right."""
 
-from __future__ import annotations
-
 import torch
 
 from dure.comm.backends.engine.wire import as_wire

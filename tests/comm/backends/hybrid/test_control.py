@@ -5,25 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 
 from dure.comm.backends.abort import AbortRecord
-from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid.control import ControlMessage, HostWatch
 from dure.comm.backends.hybrid.subcomms import group_by_host
 from dure.errors import PeerLost
 from dure.store import HashStore
+from tests.comm.options import options
 from tests.waiting import PATIENCE_S, until
-
-
-def _options(rank: int, store: HashStore, timeout_s: float = PATIENCE_S) -> BackendOptions:
-    timeout = timedelta(seconds=timeout_s)
-    return BackendOptions(
-        store=store, rank=rank, size=2, global_ranks=(0, 1), timeout=timeout, name="g"
-    )
 
 
 class _State(SimpleNamespace):
@@ -43,7 +35,7 @@ def leaders() -> Iterator[list[tuple[HostWatch, _State]]]:
         state, hosts = _State(), group_by_host([("a", "a"), ("b", "b")], rank)
         comms = SimpleNamespace(state=state, hosts=hosts, absent=tuple)
         headers = SimpleNamespace(begun=0, opened=0)
-        return HostWatch(comms, headers, _options(rank, store)), state  # pyright: ignore
+        return HostWatch(comms, headers, options(rank, 2, store)), state  # pyright: ignore
 
     with ThreadPoolExecutor(2) as pool:
         yield list(pool.map(connect, (0, 1)))

@@ -1,7 +1,5 @@
 """How the mpi backend finds MPI, and a launcher of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.comm.backends.mpi import library as mpi_library

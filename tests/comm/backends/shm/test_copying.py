@@ -1,7 +1,5 @@
 """How the engine copies: what a user sets, and how a plan reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.comm.backends.shm.copying import single_copies_wanted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,14 @@ import pytest
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.shm import opening
 from dure.store.file import FileStore
+from tests.comm.options import options
 
 pytestmark = pytest.mark.needs("engine")
 
 
 def rank_1(folder: Path, threads: int = 1) -> BackendOptions:
     """Options of a rank that makes no segment."""
-    return BackendOptions(
-        store=FileStore(folder / "store", -1),
-        rank=1,
-        size=2,
-        global_ranks=(0, 1),
-        timeout=timedelta(seconds=60),
-        name="test",
-        threads=threads,
-    )
+    return options(1, 2, FileStore(folder / "store", -1), 60, threads=threads)
 
 
 @pytest.mark.parametrize(

@@ -76,23 +76,6 @@ def case_asynchronous_work_goes_on_while_nobody_waits(rank, n):
     dist.barrier()
 
 
-def case_receive_that_timed_out_leaves_the_group_whole(rank, n):
-    if n == 1:
-        return
-    group = dist.new_group()
-    group.set_timeout(timedelta(seconds=0.3))
-    if rank == 0:
-        with pytest.raises(CommTimeout) as info:
-            dist.recv(torch.zeros(4), src=1, tag=5, group=group)
-        assert info.value.missing == (1,)
-    group.set_timeout(timedelta(seconds=PATIENCE_S))
-    dist.barrier()
-    t = torch.ones(1)
-    dist.all_reduce(t, group=group)
-    assert t.item() == n
-    dist.destroy_process_group(group)
-
-
 def case_tag_that_mpi_does_not_have(rank, n):
     if n > 1:
         with pytest.raises(UsageError):

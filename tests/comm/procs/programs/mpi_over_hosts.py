@@ -1,7 +1,5 @@
 """The conformance suite over `hybrid_mpi`, under mpirun: hosts of two ranks, only pretended."""
 
-from __future__ import annotations
-
 import os
 import sys
 
