@@ -13,11 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
 from random import Random
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -262,33 +262,19 @@ class Cluster:
         Raises:
             Exception: The first error of one of them.
         """
-        results: dict[int, Any] = {}
-        errors: list[BaseException] = []
 
-        def run(id: int) -> None:
-            try:
-                with self.on(id):
-                    results[id] = work(id)
-            except BaseException as error:
-                errors.append(error)
+        def run(id: int) -> Any:
+            with self.on(id):
+                return work(id)
 
-        threads = [
-            threading.Thread(target=run, args=(id,), daemon=True) for id in self.network.transports
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return [results[id] for id in sorted(results)]
+        ids = sorted(self.network.transports)
+        with ThreadPoolExecutor(len(ids)) as pool:
+            return list(pool.map(run, ids))
 
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:
             for agent in self.agents:
                 stack.callback(agent.close)

@@ -92,6 +92,12 @@ def test_what_cannot_be_found_or_described_is_an_rpc_error(kind: type[Exception]
     assert kind.__name__ in str(got)
 
 
+def test_what_cannot_be_made_of_its_text_is_an_rpc_error() -> None:
+    got = travel(UnicodeDecodeError("utf-8", b"x", 0, 1, "seven"))
+    assert type(got) is RpcError
+    assert "UnicodeDecodeError" in str(got)
+
+
 def test_a_text_that_cannot_be_had_is_told() -> None:
     assert "its text cannot be had: KeyError" in travel(NoText()).args[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -140,15 +141,12 @@ def test_steps_of_several_programs_take_turns_also_with_their_gradients(cluster:
     with cluster.on(0):
         shared = api.remote("worker1", watched_weight, (1,))
 
-    def run() -> None:
+    def run(_: int) -> None:
         with cluster.on(0):
             train([shared], DistributedOptimizer(Overlaps, [shared], lr=0.1), 2)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
     assert Overlaps.most == 1
     assert Overlaps.beside == [0] * 8
 

@@ -95,14 +95,6 @@ def test_only_the_owner_and_the_receiver_end_a_reference(message: str) -> None:
         assert rref.to_here() == 5
 
 
-@pytest.mark.parametrize("to", [True, False])
-def test_a_bool_is_no_worker(to: bool) -> None:
-    with Cluster(2) as cluster, cluster.on(0):
-        for call in (api.rpc_sync, api.rpc_async, api.remote):
-            with pytest.raises(UsageError, match="worker's name, id or WorkerInfo"):
-                call(to, add, (1, 2))
-
-
 @pytest.mark.parametrize("seconds", [True, False])
 def test_a_bool_is_not_a_timeout(seconds: bool) -> None:
     with Cluster(2) as cluster, cluster.on(0):

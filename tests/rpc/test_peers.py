@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -33,20 +33,16 @@ def ended() -> Identity:
 
 
 def meet(names: list[str]) -> list[Peers | Exception]:
-    store, found = HashStore(), dict[int, Peers | Exception]()
+    store = HashStore()
 
-    def join(rank: int) -> None:
+    def join(rank: int) -> Peers | Exception:
         try:
-            found[rank] = Peers.meet(store, peer(names[rank], rank), len(names))
+            return Peers.meet(store, peer(names[rank], rank), len(names))
         except RendezvousError as error:
-            found[rank] = error
+            return error
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(names))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[rank] for rank in range(len(names))]
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(join, range(len(names))))
 
 
 @pytest.mark.parametrize("build", [Build(), Build(own_build().protocol + 1, own_build().version)])

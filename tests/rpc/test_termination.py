@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -46,22 +46,18 @@ def killed_while_others_wait(
     cluster: Cluster, dead: int, work: Callable[[int], object]
 ) -> list[int]:
     """Kill a worker that does not take part, when all others wait; return who has ended."""
-    ended = list[int]()
 
-    def run(id: int) -> None:
+    def run(id: int) -> int:
         with cluster.on(id):
             work(id)
-        ended.append(id)
+        return id
 
     others = [id for id in range(len(cluster.agents)) if id != dead]
-    threads = [threading.Thread(target=run, args=(id,)) for id in others]
-    for thread in threads:
-        thread.start()
-    until(lambda: num_waiting(cluster, "enter") == len(others), "the others to wait")
-    cluster.network.kill(dead)
-    for thread in threads:
-        thread.join()
-    return sorted(ended)
+    with ThreadPoolExecutor(len(others)) as pool:
+        ended = pool.map(run, others)
+        until(lambda: num_waiting(cluster, "enter") == len(others), "the others to wait")
+        cluster.network.kill(dead)
+        return list(ended)
 
 
 def test_a_death_ends_a_gathering() -> None:

@@ -115,15 +115,6 @@ def test_a_reference_to_a_parameter_gets_its_gradient_at_its_owner(cluster: Clus
             assert api.rpc_sync("worker1", gradient_of, (weight, context_id)) == [7.0]
 
 
-def test_a_context_is_known_without_tensors_and_ends_everywhere(cluster: Cluster) -> None:
-    with cluster.on(0), autograd.context():
-        assert api.rpc_sync("worker2", known) == {0}
-        assert api.rpc_sync("worker3", torch.add, (torch.ones(1), 1)).tolist() == [2.0]
-        assert known() == {2, 3}
-        assert contexts(cluster, 3).counts == (1, 0)
-    all_released(cluster)
-
-
 def test_outside_of_contexts_nothing_is_noted(cluster: Cluster) -> None:
     with cluster.on(0):
         assert api.rpc_sync("worker1", multiply, (leaf(2.0), leaf(3.0))).tolist() == [6.0]

@@ -89,7 +89,6 @@ class Start:
     url: str | None = None
     allow: list[object] | None = None
     variables: dict[str, str] = field(default_factory=dict[str, str])
-    timeout_s: float = PATIENCE_S
     store: str | None = None  # the file of one
 
     def init(self) -> None:
@@ -97,7 +96,7 @@ class Start:
         for name, value in self.variables.items():
             env.put(name, value)
         options = rpc.TensorPipeRpcBackendOptions(
-            init_method=self.url, rpc_timeout=self.timeout_s, num_worker_threads=4
+            init_method=self.url, rpc_timeout=PATIENCE_S, num_worker_threads=4
         )
         rpc.init_rpc(
             self.name,

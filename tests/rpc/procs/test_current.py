@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from dure import rpc
 from dure.errors import RpcError
-from tests.comm.forked_ranks import Ranks, Slot
+from tests.comm.forked_ranks import Ranks, Slot, in_child
 from tests.rpc.procs.rpc_workers import Start, double
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.needs("engine")
 
@@ -21,17 +18,14 @@ def fork(slot: Slot) -> list[bool]:
     """Fork; return whether the child could not call, and whether the parent still can."""
     Start(name="program", rank=0, world_size=1, url=slot.url).init()
     rref = rpc.RRef(1)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(PATIENCE_S)
-        failed = 0
+
+    def refused() -> bool:
         for call in (lambda: rpc.rpc_sync("program", double, (1,)), rref.to_here):
-            try:
+            with pytest.raises(RpcError):
                 call()
-            except RpcError:
-                failed += 1
-        os._exit(failed)
-    worked = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2]
+        return True
+
+    worked = [in_child(refused)]
     worked += [rpc.rpc_sync("program", double, (21,)) == 42, rref.to_here() == 1]
     rpc.shutdown(graceful=False)
     return worked

@@ -28,44 +28,41 @@ def _ended() -> Iterator[None]:
         rpc.shutdown(graceful=False)
 
 
-@pytest.mark.parametrize(
-    ("way", "dynamic"), [("env", False), ("tcp", True), ("file", False)], ids=["env", "tcp", "file"]
-)
-def test_workers_meet(
-    way: str, dynamic: bool, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_workers_meet_by_the_variables_of_a_launcher(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A third one comes later, where workers come and go."""
-    size = 3 if dynamic else 2
-    key = str(key_file(tmp_path / "key"))
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DURE_JOB_KEY_FILE": key}
-    url = {"env": "env://", "tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/meeting"}
+    where = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DURE_JOB_KEY_FILE": str(key_file(tmp_path / "key")),
+        "WORLD_SIZE": "2",
+    }
 
     def start(rank: int) -> Start:
-        numbers = {"RANK": str(rank), "WORLD_SIZE": str(size)}
-        return Start(
-            name=f"worker{rank}",
-            rank=-1 if way == "env" else rank,
-            world_size=None if dynamic else -1 if way == "env" else 2,
-            url=url[way],
-            variables=where | numbers,
-        )
+        variables = where | {"RANK": str(rank)}
+        return Start(name=f"worker{rank}", world_size=-1, url="env://", variables=variables)
 
-    for name in (*where, "RANK", "WORLD_SIZE"):
+    for name in (*where, "RANK"):
         monkeypatch.setenv(name, "")  # put back afterwards
     with workers(start(1)) as (other,):
         start(0).init()
         assert other.joined() == 1
         assert rpc.rpc_sync("worker1", double, (21,)) == 42
-        if dynamic:
-            with workers(start(2)) as (late,):
-                assert late.joined() == 2
-                until(lambda: len(current().workers) == 3, "the third worker")
-                assert rpc.rpc_sync("worker2", double, (4,)) == 8
-                late.leave()
-                late.left()
         other.leave()
         rpc.shutdown()
         other.left()
+
+
+def test_a_worker_comes_later_and_leaves_before_the_others(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meeting"
+    Start(name="worker0", url=url).init()
+    with workers(Start(name="worker1", url=url)) as (late,):
+        assert late.joined() == 1
+        until(lambda: len(current().workers) == 2, "the other worker")
+        assert rpc.rpc_sync("worker1", double, (4,)) == 8
+        late.leave()
+        late.left()
+    rpc.shutdown()
 
 
 def test_workers_meet_in_a_store_of_their_own(tmp_path: Path) -> None:

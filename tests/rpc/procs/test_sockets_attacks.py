@@ -26,10 +26,7 @@ from dure.store.key import CurvePair, JobKey, mint
 from dure.store.router import read_event
 from tests.rpc import served
 from tests.rpc.procs.rpc_workers import Start, double, workers
-from tests.store.procs.wire_tools import (
-    member,
-    new_source,
-)
+from tests.store.procs.wire_tools import member, new_source
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.needs("engine")

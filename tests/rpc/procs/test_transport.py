@@ -191,39 +191,6 @@ def note(call: tuple[int, int, int]) -> tuple[int, int, int]:
     return call
 
 
-def crowd(rank: int, url: str, shared: bool) -> int:
-    agent = joined(url, rank, 3, shared_memory=shared)
-    _seen.clear()
-    dure.barrier()
-    errors: list[BaseException] = []
-
-    def call(thread: int) -> None:
-        try:
-            for first in range(0, 420, 20):
-                made = [(rank, thread, first + i) for i in range(20)]
-                to = (rank + 1 + thread % 2) % 3
-                futures = [agent.rpc_async(to, note, (each,)) for each in made]
-                assert [future.wait() for future in futures] == made
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=(thread,)) for thread in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    closed(agent)
-    return len(_seen)
-
-
-@both
-def test_ten_thousand_messages_are_neither_lost_nor_doubled(
-    process_pool, url: str, shared: bool
-) -> None:
-    assert process_pool(3).run(crowd, url, shared) == [8 * 420] * 3
-
-
 _agents: list[RpcAgent] = []
 """Of a process of `Ranks`: what one call leaves to the next."""
 

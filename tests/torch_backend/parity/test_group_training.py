@@ -20,12 +20,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dure.torch_backend  # noqa: F401 (registers the backend)
 from dure.testing import ProcessPool
@@ -97,20 +93,6 @@ def fsdp(rank: int) -> Tensors:
     return [*losses, norm.full_tensor(), *_full(model)]
 
 
-def tensors(rank: int) -> Tensors:
-    """DTensor: distribute, redistribute and compute; a mesh with names and a part of it."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    whole = torch.arange(12.0).view(4, 3)
-    rows = distribute_tensor(whole, mesh, [Shard(0)])
-    columns = rows.redistribute(mesh, [Shard(1)])
-    summed = DTensor.from_local(whole * (rank + 1), mesh, [Partial()]).redistribute(
-        mesh, [Replicate()]
-    )
-    product: Any = rows @ distribute_tensor(whole.t().contiguous(), mesh, [Replicate()])
-    total: Any = rows.sum()
-    return [columns.to_local(), summed.to_local(), product.full_tensor(), total.full_tensor()]
-
-
 def tensor_parallel(rank: int) -> Tensors:
     """Tensor parallelism of two layers."""
     mesh = init_device_mesh("cpu", (2,))
@@ -157,7 +139,7 @@ def objects(rank: int) -> Tensors:
     return [*out, part, x if rank == 0 else part]
 
 
-PROGRAMS = [ddp, ddp_hooks, fsdp, tensors, tensor_parallel, functions, objects]
+PROGRAMS = [ddp, ddp_hooks, fsdp, tensor_parallel, functions, objects]
 
 
 def both(rank: int, program: Callable[[int], Tensors], folder: str) -> None:

@@ -48,16 +48,9 @@ def over_hosts(rank: int, folder: str) -> None:
     """Two ranks that pretend to be on two hosts."""
     with world(rank, folder) as group:
         assert group.ours.backend_name == "hybrid"
-        for count in (3, 300_000):
-            tensor = torch.full((count,), float(rank))
-            td.all_reduce(tensor)
-            assert tensor[-1].item() == 1.0
-        sent, got = torch.full((5,), float(rank)), torch.empty(5)
-        work = td.isend(sent, 1 - rank)
-        td.recv(got, 1 - rank)
-        work.wait()
-        assert got.tolist() == [float(1 - rank)] * 5
-        td.barrier()
+        tensor = torch.full((3,), float(rank))
+        td.all_reduce(tensor)
+        assert tensor.tolist() == [1.0] * 3
 
 
 def test_ranks_of_two_hosts_get_shared_memory_inside_and_gloo_between(tmp_path):
