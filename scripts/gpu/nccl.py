@@ -300,7 +300,7 @@ def late(action: Callable[[Any], object], value: float) -> None:
     action(value)
 
 
-@check("nccl", may_refuse=True)
+@check("nccl")
 def no_backend_named() -> str:
     """`init_process_group()` and a tensor of the device."""
     with alone():

@@ -30,13 +30,13 @@ def small_model(width: int = 16) -> nn.Sequential:
     return nn.Sequential(*layers).to(DEVICE)
 
 
-def steps(model: Any, parameters: Any = None, count: int = 3, **options: Any) -> torch.Tensor:
-    """Train a little, and return the losses."""
-    optimizer = torch.optim.AdamW(parameters or model.parameters(), lr=1e-2, **options)
+def steps(model: Any, rank: int = 0, ranks: int = 1, **options: Any) -> torch.Tensor:
+    """Train a little on this rank's part of the batches, and return the losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
     generator = torch.Generator().manual_seed(1)
     losses = []
-    for _ in range(count):
-        x = torch.randn(8, 16, generator=generator).to(DEVICE)
+    for _ in range(3):
+        x = torch.randn(8, 16, generator=generator).chunk(ranks)[rank].to(DEVICE)
         loss = model(x).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -190,10 +190,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One layer of a transformer with vocabulary."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: int = 8) -> None:
         super().__init__()
         self.embed = nn.Embedding(24, 16)
-        self.norm, self.attention = nn.RMSNorm(16), Attention()
+        self.norm, self.attention = nn.RMSNorm(16), Attention(head=head)
         self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 24)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -223,26 +223,31 @@ def _plan() -> dict[str, Any]:
     }
 
 
+def divided(ranks: int) -> None:
+    """Compare the block, divided over the ranks of the job, with the block in one process."""
+    from dure.tensor.parallel import loss_parallel, parallelize_module
+
+    torch.manual_seed(0)
+    alone = Block(head=min(8, 16 // ranks)).to(DEVICE)
+    mesh = init_device_mesh(DEVICE.type, (ranks,))
+    model = parallelize_module(copy.deepcopy(alone), mesh, _plan())
+    tokens = (torch.arange(34).view(2, 17) % 24).to(DEVICE)
+    with loss_parallel():
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+    wanted = F.cross_entropy(alone(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    wanted.backward()
+    torch.testing.assert_close(loss.full_tensor(), wanted, rtol=1e-5, atol=1e-5)
+    for found, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), other.grad, rtol=1e-3, atol=1e-5)
+    assert dist.clip_grad_norm_(model.parameters(), 1.0).device.type == DEVICE.type
+
+
 @check("train")
 def tensor_parallel_plan_and_loss_parallel() -> None:
     """Embedding, sequence parallel norm, attention, columns, rows, divided scores."""
-    from dure.tensor.parallel import loss_parallel, parallelize_module
-
     with one_rank():
-        torch.manual_seed(0)
-        alone = Block().to(DEVICE)
-        mesh = init_device_mesh(DEVICE.type, (1,))
-        model = parallelize_module(copy.deepcopy(alone), mesh, _plan())
-        tokens = (torch.arange(36).view(2, 18) % 24).to(DEVICE)
-        with loss_parallel():
-            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-        wanted = F.cross_entropy(alone(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        wanted.backward()
-        torch.testing.assert_close(loss.full_tensor(), wanted, rtol=1e-5, atol=1e-5)
-        for found, other in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(found.grad.full_tensor(), other.grad, rtol=1e-3, atol=1e-5)
-        assert dist.clip_grad_norm_(model.parameters(), 1.0).device.type == DEVICE.type
+        divided(1)
 
 
 @check("train")
@@ -266,24 +271,29 @@ def pipeline() -> None:
         torch.testing.assert_close(torch.stack(losses).mean(), wanted, rtol=1e-5, atol=1e-6)
 
 
-@check("train")
-def checkpoint_of_dtensors() -> None:
-    """`save`, `async_save` and `load` of DTensors, plain tensors and an optimizer."""
+def saved_and_loaded(folder: str, ranks: int) -> None:
+    """Save DTensors over the ranks of the job, and load them with other placements."""
     from dure.checkpoint import async_save, load, save
 
+    mesh = init_device_mesh(DEVICE.type, (ranks,))
+    wanted = torch.arange(24.0, device=DEVICE).view(4, 6)
+    for number, write in enumerate((save, async_save)):
+        state = {"x": distribute_tensor(wanted, mesh, [Shard(0)]), "y": wanted.bfloat16()}
+        pending = write(state, checkpoint_id=f"{folder}/{number}")
+        if write is async_save:
+            pending.result()
+        empty = distribute_tensor(torch.zeros_like(wanted), mesh, [Shard(1)])
+        found = {"x": empty, "y": torch.zeros_like(wanted, dtype=torch.bfloat16)}
+        load(found, checkpoint_id=f"{folder}/{number}")
+        assert equal(found["x"].full_tensor(), wanted)
+        assert equal(found["y"], wanted.bfloat16())
+
+
+@check("train")
+def checkpoint_of_dtensors() -> None:
+    """`save`, `async_save` and `load` of DTensors and plain tensors."""
     with one_rank(), tempfile.TemporaryDirectory() as folder:
-        mesh = init_device_mesh(DEVICE.type, (1,))
-        wanted = torch.arange(6.0, device=DEVICE).view(2, 3)
-        for number, write in enumerate((save, async_save)):
-            state = {"x": distribute_tensor(wanted, mesh, [Shard(0)]), "y": wanted.bfloat16()}
-            pending = write(state, checkpoint_id=f"{folder}/{number}")
-            if write is async_save:
-                pending.result()
-            empty = distribute_tensor(torch.zeros_like(wanted), mesh, [Shard(1)])
-            found = {"x": empty, "y": torch.zeros_like(wanted, dtype=torch.bfloat16)}
-            load(found, checkpoint_id=f"{folder}/{number}")
-            assert equal(found["x"].full_tensor(), wanted)
-            assert equal(found["y"], wanted.bfloat16())
+        saved_and_loaded(folder, 1)
 
 
 @check("train")

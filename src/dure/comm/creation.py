@@ -29,6 +29,7 @@ from dure import native
 from dure.comm.backends import verify
 from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.registry import Opening, check_pg_options, open_backend, parse_backend
+from dure.comm.backends.staged import serving
 from dure.comm.checks import duration
 from dure.comm.group import GroupSpec, ProcessGroup
 from dure.comm.group_lines import report_group
@@ -246,7 +247,8 @@ class _GroupCreation:
             if not getattr(backend, "compares_calls", False) and verify.wanted(options):
                 backend = verify.VerifyingBackend(backend, options)
             self._built[name] = backend
-        return {d: self._built[name] for d, name in parse_backend(self.spec.backend).items()}
+        chosen = parse_backend(self.spec.backend)
+        return {d: serving(self._built[name], d, self.rank) for d, name in chosen.items()}
 
     def complete(self) -> ProcessGroup:
         store = PrefixStore(f"group/{self.spec.name}", self._store)

@@ -18,7 +18,7 @@ import torch
 from dure import env
 from dure.comm.backends.mpi import library as mpi_library
 from dure.comm.backends.mpi.place import find_mpi_place
-from dure.comm.backends.registry import parse_backend
+from dure.comm.backends.registry import device_types_of, parse_backend
 from dure.comm.background import abandon_tasks, finish_at_exit, finish_tasks, raise_first
 from dure.comm.creation import (
     RENDEZVOUS_LIMIT,
@@ -29,10 +29,10 @@ from dure.comm.creation import (
     forget_keys,
 )
 from dure.comm.futures import waiters
+from dure.comm.gpus import each_has_its_own, visible_gpus
 from dure.comm.group import ProcessGroup
 from dure.comm.group_lines import report_host
 from dure.comm.names import Backend
-from dure.comm.queries import is_nccl_available
 from dure.comm.recording import begin_recording, end_recording
 from dure.comm.subgroups import split_group
 from dure.comm.world import GroupMember, World, current_world, resolve, when_left
@@ -65,10 +65,12 @@ def init_process_group(
 
     Args:
         backend: "shm", "hybrid", "hybrid_mpi", "threads", "gloo", "mpi", "nccl", or one for each
-            kind of device such as "cpu:hybrid,cuda:nccl". "fake": a dry run of a world of any size
-            in one process; nothing is sent. None: "shm" if all ranks share a host, else "hybrid",
-            which is shared memory inside a host and gloo between hosts; with a `device_id` of
-            CUDA, NCCL for tensors there as well.
+            kind of device such as "cpu:hybrid,cuda:nccl". All but nccl take CUDA tensors, too: they
+            copy them to the host and back. "fake": a dry run of a world of any size in one process;
+            nothing is sent. None: "shm" if all ranks share a host, else "hybrid", which is shared
+            memory inside a host and gloo between hosts; and "nccl" for CUDA tensors if each rank
+            has a GPU of its own: its `device_id`, or else, of the GPUs that it sees, the one of its
+            number on the host.
         init_method: "env://", "tcp://HOST:PORT", "file:///PATH" or "etcd://HOST:PORT/JOB". None:
             "env://". If RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT are not set, the values are
             those of Slurm, an MPI launcher or another cluster that started the ranks (`dure env`
@@ -119,19 +121,20 @@ def init_process_group(
     join_limit = RENDEZVOUS_LIMIT if timeout is None else limit
     named = set() if backend is None else set(parse_backend(Backend(backend)).values())
     _check_variables(rank)
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+    gpus = () if backend else visible_gpus(device)
     explicit = not (init_method is None and store is None and rank < 0 and world_size < 0)
     if named == {"fake"}:
         found = _rendezvous_alone(init_method or "env://", rank, world_size)
     elif not explicit and _wants_mpi(backend):
-        found = _rendezvous_by_mpi(join_limit, group_name)
+        found = _rendezvous_by_mpi(join_limit, group_name, gpus)
     else:
-        found = rendezvous(init_method, rank, world_size, store, join_limit, group_name)
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+        found = rendezvous(init_method, rank, world_size, store, join_limit, group_name, gpus)
     chosen, why = (backend, "asked for") if backend else _default_backend(found)
     spec = GroupSpec(
         name=group_name or "world",
         global_ranks=tuple(range(found.world_size)),
-        backend=Backend(chosen if backend else _with_device(chosen, device)),
+        backend=Backend(chosen if backend else _with_nccl(chosen, found)),
         timeout=limit,
         desc="default_pg",
         pg_options=pg_options,
@@ -208,7 +211,7 @@ def _wants_mpi(backend: str | None) -> bool:
     return not placed and mpi_library.installed()
 
 
-def _rendezvous_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
+def _rendezvous_by_mpi(timeout: timedelta, group_name: str, gpus: tuple[str, ...]) -> Rendezvous:
     began = time.monotonic()
     method = find_mpi_place(timeout.total_seconds())
     placement = detect(env.everything())
@@ -224,7 +227,7 @@ def _rendezvous_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
             "(`python -m mpi4py --mpi-library`), or choose a backend that needs no MPI.",
         )
     left_s = max(1.0, timeout.total_seconds() - (time.monotonic() - began))
-    return rendezvous_at(method, timedelta(seconds=left_s), group_name)
+    return rendezvous_at(method, timedelta(seconds=left_s), group_name, gpus)
 
 
 def _default_backend(found: Rendezvous) -> tuple[str, str]:
@@ -249,11 +252,14 @@ def _default_backend(found: Rendezvous) -> tuple[str, str]:
     return "hybrid", "ranks are on several hosts"
 
 
-def _with_device(backend: str, device: torch.device | None) -> str:
-    """Add NCCL to the default backend of a program that passes a CUDA device."""
-    if device is None or device.type != "cuda" or ":" in backend or not is_nccl_available():
+def _with_nccl(backend: str, found: Rendezvous) -> str:
+    """Add NCCL for CUDA tensors to the default backend, if each rank has a GPU of its own.
+
+    Otherwise the default backend takes CUDA tensors, by staging (backends/staged.py).
+    """
+    if ":" in backend or device_types_of(backend) != ("cpu",):
         return backend
-    return f"cpu:{backend},cuda:nccl"
+    return f"cpu:{backend},cuda:nccl" if each_has_its_own(found.members) else backend
 
 
 def destroy_process_group(group: Any = None) -> None:

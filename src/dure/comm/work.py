@@ -272,17 +272,19 @@ class Work:
         error = self.exception()
         return 0 if error is None else 1 if isinstance(error, CommTimeout) else 2
 
-    def _devices(self) -> list[torch.device]:
+    @property
+    def devices(self) -> list[torch.device]:
+        """The accelerators that the outputs are on."""
         names = sorted({str(t.device) for t in self._outputs if t.device.type != "cpu"})
         return [torch.device(name) for name in names]
 
     def _later(self) -> Later:
-        return Later(self.result, self.is_completed, self._devices())
+        return Later(self.result, self.is_completed, self.devices)
 
     def _awaited(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Make a future that a thread sets; called with the lock held."""
         future: torch.futures.Future[list[torch.Tensor]]
-        future = torch.futures.Future(devices=[*self._devices()])
+        future = torch.futures.Future(devices=[*self.devices])
         if self._ended:
             self._order()
             self._set_future(future)

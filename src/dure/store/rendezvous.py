@@ -65,6 +65,7 @@ class RendezvousMember(msgspec.Struct, array_like=True, frozen=True):
         process: Its process.
         token: Sets apart the times that one process joins.
         build: Its build of Dure.
+        gpus: The GPUs of its host that it may use, by names that differ on the host.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class RendezvousMember(msgspec.Struct, array_like=True, frozen=True):
     process: Identity
     token: str
     build: Build = Build()
+    gpus: tuple[str, ...] = ()
 
     @property
     def pid(self) -> int:
@@ -204,6 +206,7 @@ def rendezvous(
     store: Store | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     group_name: str = "",
+    gpus: tuple[str, ...] = (),
 ) -> Rendezvous:
     """Meet the other ranks of the job.
 
@@ -215,6 +218,7 @@ def rendezvous(
         store: A store to meet in, instead of `init_method`.
         timeout: How long to wait for all ranks; also the timeout of the store.
         group_name: Sets several meetings in one store apart.
+        gpus: Those of this rank; the others find them in `members`.
 
     Raises:
         RendezvousError: Two ranks have one number, ranks disagree on the world size, or a rank
@@ -230,13 +234,14 @@ def rendezvous(
         if found is not None:
             store, rank, world_size = next(found)
     if store is None:
-        return rendezvous_at(read_init_method(init_method, rank, world_size), timeout, group_name)
+        method = read_init_method(init_method, rank, world_size)
+        return rendezvous_at(method, timeout, group_name, gpus)
     if rank == -1 or world_size == -1:
         raise RendezvousError(
             "rank and world_size must be given with store=",
             fix="Pass rank=... and world_size=... to init_process_group.",
         )
-    me = _myself(rank, world_size)
+    me = _myself(rank, world_size, gpus)
     keys = PrefixStore(f"dure/store/{group_name}", store)
     try:
         return _join(keys, me, time.monotonic() + timeout.total_seconds())
@@ -245,11 +250,14 @@ def rendezvous(
 
 
 def rendezvous_at(
-    method: InitMethod, timeout: timedelta = DEFAULT_TIMEOUT, group_name: str = ""
+    method: InitMethod,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    group_name: str = "",
+    gpus: tuple[str, ...] = (),
 ) -> Rendezvous:
     """Meet the other ranks at an endpoint that is known; otherwise as `rendezvous`."""
     deadline = time.monotonic() + timeout.total_seconds()
-    me, endpoint = _myself(method.rank, method.world_size), method.endpoint
+    me, endpoint = _myself(method.rank, method.world_size, gpus), method.endpoint
     base: Store | None = None
     try:
         base = endpoint.open(me.rank, me.world_size, max(0.1, timeout.total_seconds()))
@@ -284,13 +292,13 @@ def rendezvous_alone(rank: int, world_size: int) -> Rendezvous:
     )
 
 
-def _myself(rank: int, world_size: int) -> RendezvousMember:
+def _myself(rank: int, world_size: int, gpus: tuple[str, ...] = ()) -> RendezvousMember:
     """Return this rank as a member.
 
     Raises:
         RendezvousError: The rank or the world size cannot be.
     """
-    me = RendezvousMember(rank, world_size, myself(), uuid.uuid4().hex, own_build())
+    me = RendezvousMember(rank, world_size, myself(), uuid.uuid4().hex, own_build(), gpus)
     if 0 <= rank < world_size:
         return me
     what = f"rank {rank} cannot be in a job of {world_size}"

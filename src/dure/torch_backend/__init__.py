@@ -22,7 +22,9 @@ NAME = "dure"
 
 
 def register() -> None:
-    """Register "dure" with torch.distributed for CPU tensors; a second call changes nothing.
+    """Register "dure" with torch.distributed for CPU and CUDA tensors.
+
+    A second call changes nothing.
 
     Does nothing if torch was built without torch.distributed.
 
@@ -33,7 +35,7 @@ def register() -> None:
 
     if not torch_dist.is_available() or NAME in torch_dist.Backend.backend_list:
         return
-    torch_dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    torch_dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def autoload() -> None:

@@ -160,7 +160,8 @@ class TorchWork(c10d.Work):
         """Return a future of the outputs without waiting; C++ sees its error, too."""
         with self._lock:
             if self._future is None:
-                done: torch.futures.Future[None] = torch.futures.Future()
+                done: torch.futures.Future[None]
+                done = torch.futures.Future(devices=[*self._work.devices])
                 self._future = done.then(self._outcome)
                 if self._work.is_completed():
                     done.set_result(None)

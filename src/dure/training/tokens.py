@@ -70,8 +70,8 @@ def scale_by(
     is_wrong = not (math.isfinite(seen) and seen >= 0)
     group = None if isinstance(ranks, DeviceMesh) else resolve(ranks, "scale_by")
     groups = [group] if group is not None else _groups_of(ranks)
-    device = "cuda" if groups[0].backend_name == "nccl" else "cpu"
-    total = torch.tensor([0.0 if is_wrong else seen, is_wrong], dtype=torch.float64, device=device)
+    counted = [0.0 if is_wrong else seen, is_wrong]
+    total = torch.tensor(counted, dtype=torch.float64, device=groups[0].message_device)
     for one in groups:
         one.all_reduce(total, ReduceOp.SUM)
     count, wrong = total.tolist()

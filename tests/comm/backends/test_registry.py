@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from dure.comm.backends import registry
 from dure.errors import UsageError
@@ -23,11 +24,34 @@ def own_backend():
 
 def test_one_backend_for_each_device():
     assert registry.parse_backend("cpu:gloo, cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
+    assert registry.parse_backend("cuda:hybrid") == {"cuda": "hybrid"}
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "kinds"), [("cuda", ["cpu", "cuda"]), ("mps", ["cpu"]), (None, ["cpu"])]
+)
+def test_a_bare_name_stands_for_cpu_tensors_and_those_that_are_staged(
+    monkeypatch, accelerator, kinds
+):
+    found = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    assert list(registry.parse_backend("gloo")) == kinds
+    assert list(registry.parse_backend("nccl")) == ["cuda"]
 
 
 @pytest.mark.parametrize(
     "spec",
-    ["nosuch", "cpu:nosuch", "cpu:", ":gloo", "cpu:gloo,cpu:shm", "cuda:shm", "cpu:gloo,", ""],
+    [
+        "nosuch",
+        "cpu:nosuch",
+        "cpu:",
+        ":gloo",
+        "cpu:gloo,cpu:shm",
+        "meta:shm",
+        "cuda:mine",
+        "cpu:gloo,",
+        "",
+    ],
 )
 def test_malformed_or_unknown_backend_is_a_usage_error(spec):
     with pytest.raises(UsageError):

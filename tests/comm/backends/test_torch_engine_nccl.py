@@ -198,7 +198,7 @@ def test_nccl_messages_of_a_batch_are_started_as_one(not_nccl, monkeypatch, veri
 class OnCuda(torch.Tensor):
     """Says that it is on a GPU, and notes which stream uses it."""
 
-    is_cuda = property(lambda self: True)  # pyright: ignore
+    device = property(lambda self: torch.device("cuda", 0))  # pyright: ignore
 
     def record_stream(self, stream):
         Stream.log.append(f"{stream.name} uses {self.numel()} elements")

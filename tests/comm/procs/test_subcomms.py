@@ -23,7 +23,7 @@ def _kinds(rank: int) -> tuple[str, str, str]:
     hosts = dist.group.WORLD.hosts
     groups = [dist.new_group(ranks) for ranks in hosts]  # all ranks make all of them
     mine = next(g for ranks, g in zip(hosts, groups, strict=True) if rank in ranks)
-    kinds = [type(group._only).__name__ for group in (dist.group.WORLD, mine)]
+    kinds = [type(group._first).__name__ for group in (dist.group.WORLD, mine)]
     return dist.get_backend(), kinds[0], kinds[1]
 
 
@@ -48,7 +48,7 @@ def test_flight_records_show_the_groups_of_the_program_and_not_their_parts(pool)
 
 
 def count_engines(rank: int) -> int:
-    backend: Any = dist.group.WORLD._only
+    backend: Any = dist.group.WORLD._first
     return len(backend._comms.state.engines)
 
 

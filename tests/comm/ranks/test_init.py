@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import dure as dist
 from dure.comm import init
@@ -36,17 +35,20 @@ def test_a_host_without_the_engine_is_warned_that_it_uses_gloo(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "used"),
+    ("backend", "gpus", "used"),
     [
-        ("shm", "cuda:1", "cpu:shm,cuda:nccl"),
-        ("shm", "cpu", "shm"),
-        ("shm", None, "shm"),
-        ("cpu:gloo,cuda:nccl", "cuda:1", "cpu:gloo,cuda:nccl"),
+        ("shm", "01", "cpu:shm,cuda:nccl"),
+        ("shm", "00", "shm"),
+        ("nccl", "01", "nccl"),
+        ("fake", "01", "fake"),
+        ("cpu:gloo,cuda:gloo", "01", "cpu:gloo,cuda:gloo"),
     ],
 )
-def test_a_cuda_device_without_a_backend_adds_nccl(monkeypatch, backend, device, used):
-    monkeypatch.setattr(init, "is_nccl_available", lambda: True)
-    assert init._with_device(backend, None if device is None else torch.device(device)) == used
+def test_nccl_is_added_to_the_default_if_each_rank_has_a_gpu_of_its_own(backend, gpus, used):
+    found: Any = SimpleNamespace(
+        members=[SimpleNamespace(host_id="a", gpus=(name,)) for name in gpus]
+    )
+    assert init._with_nccl(backend, found) == used
 
 
 @on_ranks(2)

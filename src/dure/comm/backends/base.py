@@ -21,6 +21,9 @@ A backend guarantees:
 * A pending or later call never hangs: `CommTimeout` at the group's timeout (with `missing`),
   `PeerLost`, `Desync` or `Aborted`.
 
+Dure's backends take CPU tensors, except nccl. `staged.StagedBackend` makes a backend for tensors of
+an accelerator of one for CPU tensors.
+
 Thread safety: calls on one backend may come from any thread, one at a time; `Request` methods and
 `close` from any thread at any time.
 """

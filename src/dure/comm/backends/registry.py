@@ -2,7 +2,8 @@
 
 Dure's own backends are imported on first use, so that a program that never names `nccl` does not
 load its dependencies; others are added by `register_backend`. A backend may also be chosen for each
-type of device: "cpu:gloo,cuda:nccl" (`parse_backend`).
+type of device: "cpu:gloo,cuda:nccl" (`parse_backend`). Dure's backends for CPU tensors also serve
+those of accelerators, by staging copies on the host (staged.py).
 
 The ranks of a group exchange their arguments once, through the store. A backend whose ranks need
 addresses or the like of each other may add these to that exchange: its `Opening` has the *offer* of
@@ -19,6 +20,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Protocol
+
+import torch
 
 from dure.comm.backends.base import Backend, BackendFactory, BackendOptions
 from dure.errors import UsageError
@@ -68,12 +71,24 @@ class _Entry:
     """A backend by name: the device types it takes, and its factory.
 
     The factory may be given as "module:attribute" below this package. If `opens`, it makes an
-    `Opening` instead of the backend.
+    `Opening` instead of the backend. If `stages`, it also serves tensors of accelerators.
     """
 
     devices: tuple[str, ...]
     factory: BackendFactory | str
     opens: bool = False
+    stages: bool = False
+
+    @property
+    def all_devices(self) -> tuple[str, ...]:
+        """The device types that its bare name means, in this build of torch."""
+        accelerator = torch.accelerator.current_accelerator()
+        staged = set() if accelerator is None else {accelerator.type}.difference(self.devices)
+        return (*self.devices, *filter(self.takes, staged))
+
+    def takes(self, device: str) -> bool:
+        """Return whether it serves tensors on devices of this type."""
+        return device in self.devices or (self.stages and _has_streams(device))
 
     def open(self, options: BackendOptions) -> Opening:
         if not isinstance(self.factory, str):
@@ -84,12 +99,12 @@ class _Entry:
 
 
 _OURS: Mapping[str, _Entry] = {
-    "threads": _Entry(("cpu",), "threads.backend:create_threads"),
-    "shm": _Entry(("cpu",), "shm.opening:ShmOpening", opens=True),
-    "gloo": _Entry(("cpu",), "torch_engine:GlooOpening", opens=True),
-    "mpi": _Entry(("cpu",), "mpi.backend:create_mpi"),
-    "hybrid": _Entry(("cpu",), "hybrid.creation:create_over_gloo"),
-    "hybrid_mpi": _Entry(("cpu",), "hybrid.creation:create_over_mpi"),
+    "threads": _Entry(("cpu",), "threads.backend:create_threads", stages=True),
+    "shm": _Entry(("cpu",), "shm.opening:ShmOpening", opens=True, stages=True),
+    "gloo": _Entry(("cpu",), "torch_engine:GlooOpening", opens=True, stages=True),
+    "mpi": _Entry(("cpu",), "mpi.backend:create_mpi", stages=True),
+    "hybrid": _Entry(("cpu",), "hybrid.creation:create_over_gloo", stages=True),
+    "hybrid_mpi": _Entry(("cpu",), "hybrid.creation:create_over_mpi", stages=True),
     "nccl": _Entry(("cuda",), "torch_engine:create_nccl"),
     "fake": _Entry(("cpu", "cuda", "hpu", "xpu"), "fake:FakeBackend"),
 }
@@ -127,7 +142,7 @@ def known_backends() -> list[str]:
 
 
 def device_types_of(name: str) -> tuple[str, ...]:
-    """Return the device types that the backend `name` takes, without importing it."""
+    """Return the device types that the backend `name` takes without staging."""
     return _entry(name).devices
 
 
@@ -148,14 +163,15 @@ def parse_backend(spec: str) -> dict[str, str]:
     """Split "cpu:gloo,cuda:nccl", or a bare name, into backend names by device type.
 
     Returns:
-        Device type to backend name. A bare name means all device types that the backend takes.
+        Device type to backend name. A bare name means all device types that the backend takes; of
+        accelerators that it stages, only the one that this torch was built for.
 
     Raises:
         UsageError: A name is unknown, a device type is named twice, or the text is malformed.
     """
     if ":" not in spec:
         name = spec.strip().lower()
-        return dict.fromkeys(_entry(name).devices, name)
+        return dict.fromkeys(_entry(name).all_devices, name)
     parsed: dict[str, str] = {}
     for part in spec.split(","):
         device, colon, name = (x.strip().lower() for x in part.partition(":"))
@@ -163,7 +179,7 @@ def parse_backend(spec: str) -> dict[str, str]:
             raise _malformed(spec, f"{part.strip()!r} is not DEVICE:BACKEND")
         if device in parsed:
             raise _malformed(spec, f"{device!r} is named twice")
-        if device not in _entry(name).devices:
+        if not _entry(name).takes(device):
             takes = ", ".join(_entry(name).devices)
             raise _malformed(spec, f"the backend {name!r} takes {takes}, not {device}")
         parsed[device] = name
@@ -208,6 +224,15 @@ def _entry(name: str) -> _Entry:
             + f"Use one of {', '.join(known_backends())}.",
         )
     return entry
+
+
+def _has_streams(device: str) -> bool:
+    """Return whether devices of this type are accelerators with streams."""
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:  # no type of device, or none of this torch
+        return False
+    return device != "cpu" and hasattr(module, "current_stream")
 
 
 def _malformed(spec: str, seen: str) -> UsageError:

@@ -142,9 +142,9 @@ def current_stream(device: torch.device) -> Any:
 def used_in_stream(memory: torch.Tensor) -> None:
     """Keep freed `memory` from reuse until the current stream, too, is done with it.
 
-    CUDA's allocator only knows the stream that was current when the memory was allocated.
+    An accelerator's allocator only knows the stream that was current when it allocated the memory.
     """
-    if memory.is_cuda:
+    if memory.device.type not in ("cpu", "meta"):
         memory.record_stream(current_stream(memory.device))
 
 

@@ -59,6 +59,8 @@ class _Coalescing:
     block: overlap.Block = field(default_factory=overlap.Block)
 
 
+_CPU = {"cpu"}
+
 count_writes: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # pyright: ignore
 """Increment the versions of tensors that an operation writes."""
 
@@ -122,9 +124,10 @@ class GroupCore:
         self._ring = self._open_ring()
 
     def _use(self, backends: dict[str, Backend]) -> None:
+        """Use these backends, by type of device; `_first` serves calls without tensors."""
         self._backends = backends
-        self._only: Backend | None = next(iter(backends.values())) if len(backends) == 1 else None
-        self._engine: Channel | None = getattr(self._only, "plain", None)
+        self._first = backends.get("cpu") or backends[min(backends)]
+        self._engine: Channel | None = getattr(self._first, "plain", None)
         self._plain = self._engine
 
     def _open_ring(self) -> flight.FlightRing | None:
@@ -198,7 +201,7 @@ class GroupCore:
         if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
             view._use(self._second(view.group_name))
         elif view._engine is not None:
-            view._engine = view._plain = cast(PlainBackend, view._only).plain_on(index)
+            view._engine = view._plain = cast(PlainBackend, view._first).plain_on(index)
         view._ring = view._open_ring()
         return view
 
@@ -222,6 +225,11 @@ class GroupCore:
         names = {b.name for b in self._backends.values()}
         return names.pop() if len(names) == 1 else self.backend_config
 
+    def backend_of(self, device_type: str) -> str:
+        """Return the name of the backend for tensors on a type of device; "" if there is none."""
+        backend = self._backends.get(device_type)
+        return "" if backend is None else backend.name
+
     @property
     def backend_config(self) -> str:
         """Which backend serves which kind of device, such as "cpu:shm"."""
@@ -231,7 +239,8 @@ class GroupCore:
     def details(self) -> str:
         """The choices of its backends, as text for the log."""
         backends = {id(b): b for b in self._backends.values()}.values()
-        return "; ".join(text for b in backends if (text := getattr(b, "details", "")))
+        texts = dict.fromkeys(getattr(b, "details", "") for b in backends)
+        return "; ".join(text for text in texts if text)
 
     @property
     def group_desc(self) -> str:
@@ -367,10 +376,10 @@ class GroupCore:
             raise crossed(seen, self._rank, where | {"rank": self._rank})
         for t in tensors:
             checks.check_tensor(t, op, self.device_types)
-        if self._only is not None:
-            return self._only
-        kind = tensors[0].device.type if tensors else ""
-        return self._backends.get(kind) or self._backends[min(self._backends)]
+        if not tensors or self._backends.keys() == _CPU:
+            return self._first
+        checks.check_one_device(tensors, op)
+        return self._backends.get(tensors[0].device.type) or self._first
 
     def _prepare(self, call: Call) -> tuple[Backend, Call, checks.Finish | None]:
         """Check a call on the user's tensors.
@@ -509,7 +518,7 @@ class GroupCore:
     @property
     def copies(self) -> object | None:
         """The `CopyPlan` (comm/backends/shm/copying.py) of a group of shared memory; else None."""
-        return getattr(self._only, "copies", None)
+        return getattr(self._first, "copies", None)
 
     @property
     def coalesced(self) -> list[Work] | None:
@@ -548,7 +557,7 @@ class GroupCore:
     def _plain_error(self, outcome: object) -> DureError:
         """Make the exception for a plain call that failed."""
         self.seq += 1
-        error = cast(PlainBackend, self._only).error(outcome)
+        error = cast(PlainBackend, self._first).error(outcome)
         self.note_error(error)
         return error
 

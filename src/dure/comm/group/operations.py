@@ -429,7 +429,7 @@ class ProcessGroup(GroupCore):
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
         """Group ranks by the host whose memory they share; each alone if they share none."""
-        known = getattr(self._only, "hosts", None)
+        known = getattr(self._first, "hosts", None)
         return known or tuple((rank,) for rank in range(self._size))
 
     # ---- messages --------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class _Forwards(Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of what ranks exchange."""
-        return torch.device("cuda" if self._group.backend_name == "nccl" else "cpu")
+        return self._group.message_device
 
     @property
     def join_process_group(self) -> ProcessGroup:

@@ -67,7 +67,9 @@ def why_not_shared(parameters: Sequence[FSDPParameter], axes: DataAxes) -> str |
             return f"{parameter.name} is a {type(parameter.part).__name__}"
         if parameter.part.device.type not in ("cpu", "meta"):
             return f"{parameter.name} is on {parameter.part.device}"
-    if group.backend_name not in ("shm", "threads", "hybrid"):
+    if axes.mesh.device_type != "cpu":
+        return f"its mesh has devices of type {axes.mesh.device_type}"
+    if group.backend_of("cpu") not in ("shm", "threads", "hybrid"):
         return f"ranks of the backend {group.backend_name} share no memory"
     return None
 

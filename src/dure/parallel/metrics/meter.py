@@ -320,8 +320,7 @@ class StepMeter:
         group = resolve(self._group, "StepMeter.report")
         if group.size() == 1:
             return 0, [row]
-        device = "cuda" if group.backend_name == "nccl" else "cpu"
-        mine = torch.tensor(row, dtype=torch.float64, device=device)
+        mine = torch.tensor(row, dtype=torch.float64, device=group.message_device)
         rows = [torch.empty_like(mine) for _ in range(group.size())]
         group.all_gather(rows, mine)
         self.num_gathers += 1

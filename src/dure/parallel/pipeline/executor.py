@@ -122,9 +122,8 @@ class Executor:
         self._loss_fn, self._nan_watch = loss_fn, options.nan_watch
         self._losses_everywhere = options.losses_everywhere
         self._microbatches = microbatches
-        transport = (
-            SlotTransfers if has_slots(group.backend_name, stages[0].device) else StageTransfers
-        )
+        is_local = has_slots(group.backend_of("cpu"), stages[0].device)
+        transport = SlotTransfers if is_local else StageTransfers
         self._messages = transport(group, placement, microbatches, stages[0].device)
         logs.decided(
             _log,

@@ -136,7 +136,7 @@ class StageTransfers:
     ) -> None:
         self._group, self._placement, self._microbatches = group, placement, microbatches
         self._device = device
-        self.header_device = device if group.backend_name == "nccl" else torch.device("cpu")
+        self.header_device = torch.device("cpu") if "cpu" in group.device_types else device
         self._wires: dict[tuple[int, Kind, bool], _Wire] = {}
         self._used: set[tuple[int, Kind, bool]] = set()
         self._posted: dict[Action, Incoming] = {}

@@ -138,7 +138,9 @@ class EngineState(GroupState):
                 "two ranks of the group use one GPU, which NCCL refuses",
                 **self.where(op, began=began),
                 seen=seen.partition("Last error:")[2] or seen,
-                fix="Start one rank for each GPU, and call torch.cuda.set_device(LOCAL_RANK).",
+                fix="Start one rank for each GPU, and call torch.cuda.set_device(LOCAL_RANK). Or "
+                "share it: name a backend that takes CUDA tensors by way of the host, such as "
+                "'cpu:shm,cuda:shm'.",
             )
         if not timed_out and not any(t in low for t in _LOST):
             record = AbortRecord(kind="InternalError", what="the engine failed", seen=seen)

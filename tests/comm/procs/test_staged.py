@@ -1,0 +1,45 @@
+"""Tensors of an accelerator over backends for CPU tensors, on an accelerator without hardware."""
+
+from __future__ import annotations
+
+import pytest
+
+import dure as dist
+from tests.comm import staged_ranks
+from tests.comm.conformance import suite
+from tests.comm.procs.test_collectives_conformance import CANNOT
+
+CASES = [name.removeprefix("case_") for name in vars(staged_ranks) if name.startswith("case_")]
+SUBJECTS = ("moving", "reducing", "messages", "layouts", "overlapping")
+NOT_SIMULATED = (
+    "case_objects",  # pickles of tensors
+    # conjugates
+    *("case_all_reduce_of_odd_views", "case_negated_view_is_reduced_by_what_it_shows"),
+    # sparse tensors and subclasses
+    "case_sparse_tensors_of_other_layouts_are_refused",
+    "case_tensors_that_have_memory_of_their_own_are_taken_whatever_their_type",
+    "case_tensors_made_of_others_are_refused_by_their_type",
+)
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    """Run the cases of streams on two ranks; return each rank's errors by case."""
+    return dist.spawn(staged_ranks.streams, 2, (CASES,))
+
+
+@pytest.mark.needs("engine")
+@pytest.mark.parametrize("case", CASES)
+def test_streams_are_ordered(failures: list[dict[str, str]], case: str):
+    assert [errors[case] for errors in failures] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("shm", marks=pytest.mark.needs("engine")), "gloo"]
+)
+def test_backend_keeps_the_contract(backend: str):
+    skip = (*NOT_SIMULATED, *CANNOT.get(backend, ()))
+    wanted = f"cpu:{backend},late:{backend}"
+    for ran in dist.spawn(staged_ranks.conformance, 2, (wanted, SUBJECTS, skip)):
+        for subject in SUBJECTS:
+            suite.check([ran[subject]], subject, skip)
