@@ -25,7 +25,7 @@ import torch
 
 from dure.errors import PeerLost
 from dure.rpc.agent import RpcAgent
-from dure.rpc.current import using
+from dure.rpc.current import here
 from dure.rpc.message import Completion, RpcMessage, Work
 from dure.rpc.names import WorkerInfo
 
@@ -253,8 +253,11 @@ class Cluster:
     @contextmanager
     def on(self, id: int) -> Iterator[RpcAgent]:
         """Make this thread one of a worker's program inside the block."""
-        with using(self.agents[id]):
+        before, here.agent = here.agent, self.agents[id]
+        try:
             yield self.agents[id]
+        finally:
+            here.agent = before
 
     def everywhere(self, work: Callable[[int], Any]) -> list[Any]:
         """Run a function on all live workers, each in a thread, and return the results.

@@ -7,6 +7,7 @@ from typing import Any
 
 from dure.rpc import api
 from dure.rpc.agent import RpcAgent
+from dure.rpc.references import References, RefId
 from tests.rpc.cluster import Cluster as Workers
 from tests.waiting import PATIENCE_S
 
@@ -39,10 +40,16 @@ class Cluster(Workers):
         super().__exit__(*error)
 
 
+def references_to_others(references: References) -> dict[RefId, int]:
+    """Return the owner of each value that a process holds."""
+    entries = list(references._entries.items())
+    return {ref: entry.owner for ref, entry in entries if entry.owner != references.me}
+
+
 def held(agent: RpcAgent) -> bool:
     """Whether others hold values of a worker, or it holds values of others."""
     agent.values.forget_gone()
-    return any(agent.values.counts[:3])
+    return bool(agent.values.counts[0] or references_to_others(agent.values._references))
 
 
 def wait_at_gate(value: Any = None) -> Any:

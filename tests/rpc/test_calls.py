@@ -12,8 +12,7 @@ import torch
 from dure.errors import RpcError
 from dure.rpc import api
 from dure.rpc.caller import MADE
-from dure.rpc.links import Numbered
-from dure.rpc.message import MessageType, RpcMessage
+from dure.rpc.message import MessageType, Numbered, RpcMessage
 from tests.rpc.gates import Cluster, Gate, add, fail, wait_at_gate
 from tests.waiting import PATIENCE_S, until
 

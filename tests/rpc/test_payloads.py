@@ -72,7 +72,7 @@ def test_a_malformed_call_is_an_error_that_names_its_sender(
 
 
 def confirmed(agent: RpcAgent, value: RRef[Any]) -> None:
-    until(lambda: not agent.values.counts[3] and value.confirmed_by_owner(), "all holds to settle")
+    until(lambda: not agent.values.counts[2] and value.confirmed_by_owner(), "all holds to settle")
 
 
 @pytest.mark.parametrize("message", ["ValueGone", "TokenAccepted"])

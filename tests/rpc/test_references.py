@@ -31,6 +31,7 @@ from dure.rpc.references import (
     TokenAccepted,
     ValueGone,
 )
+from tests.rpc.gates import references_to_others
 
 
 @dataclass
@@ -179,7 +180,7 @@ class World:
                 self.holders.setdefault(ref, set()).add(me)
                 if self.holders[ref] & self.dead:
                     continue
-                used = self.nodes[me].users().get(ref)
+                used = references_to_others(self.nodes[me]).get(ref)
                 owner = me if used is None else used
                 if owner not in self.dead and ref in self.made:
                     assert ref in self.values, f"{me} holds {ref}, which {owner} has freed"
@@ -215,7 +216,8 @@ class World:
                 break
         for me in set(range(self.size)) - self.dead:
             node = self.nodes[me]
-            assert (node.holders(), node.users(), node.num_unsettled) == ({}, {}, 0)
+            users = references_to_others(node)
+            assert (node.holders(), users, node.num_unsettled) == ({}, {}, 0)
         assert self.values == {}
 
 

@@ -25,11 +25,12 @@ from dure.rpc.callee import Callee
 from dure.rpc.caller import Caller
 from dure.rpc.codec import Packed
 from dure.rpc.directory import Directory, Peer
-from dure.rpc.links import Numbered
 from dure.rpc.message import (
     Completion,
     GradientTag,
     MessageType,
+    Numbered,
+    PassTag,
     Received,
     RpcMessage,
     Work,
@@ -179,16 +180,12 @@ class RpcAgent:
         return self.caller.answered(received)
 
     def _receive_gradients(self, received: Received) -> Work | None:
-        number = received.message.make
-        if number is None:
+        tag = received.message.backward
+        if tag is None:
             raise TypeError("gradients without a backward pass")
-        work = partial(
-            self.gradients.arrive,
-            number,
-            received.message.sender,
-            partial(self.payloads.unpack, received),
-        )
-        if self.gradients.waits(number, work):
+        read = partial(self.payloads.unpack, received)
+        work = partial(self.gradients.arrive, tag, received.message.sender, read)
+        if self.gradients.waits(tag.backward, work):
             return None
         return self.callee.as_work(work)
 
@@ -216,6 +213,7 @@ class RpcAgent:
         tag: GradientTag | None = None,
         make: RefId | None = None,
         devices: dict[str, str] | None = None,
+        backward: PassTag | None = None,
     ) -> None:
         """Send a message, and with it the reports that are queued for the process.
 
@@ -228,39 +226,30 @@ class RpcAgent:
                 link = self.directory.take(peer)
         if kind is MessageType.REPORT and not link:
             return
-        message = RpcMessage(kind, self.me.id, number, packed.body, (), tag, make, link, devices)
+        message = RpcMessage(
+            kind, self.me.id, number, packed.body, (), tag, make, link, devices, backward
+        )
         self.transport.send(peer.id, message, packed.memories)
 
-    def send_gradients(self, to: int, backward: tuple[int, int], values: tuple[Any, ...]) -> None:
+    def send_gradients(self, to: int, tag: PassTag, gradients: tuple[Any, ...]) -> None:
         """Send gradients of a backward pass.
 
         Raises:
             PeerLost: The process is gone.
         """
         peer = self.directory.reach(self.info(to))
-        packed = self.payloads.pack_gradients(values, peer.info)
-        self.send(peer, MessageType.GRADIENTS, packed=packed, make=backward)
-
-    def send_report(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
-        """Send a message that arrives after those that were sent before it.
-
-        Args:
-            to: The receiver.
-            topic: Index of the function that handles it (`_topics`).
-            body: The message.
-            hurry: Whether it is sent at once, or with the next message or a little later.
-
-        Raises:
-            PeerLost: The process is gone.
-        """
-        with self.step():
-            lost = self.lost(to)
-            if lost is not None:
-                raise lost
-            self.queue(to, topic, body, hurry)
+        packed = self.payloads.pack_gradients(gradients, peer.info)
+        self.send(peer, MessageType.GRADIENTS, packed=packed, backward=tag)
 
     def queue(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
-        """With the lock: queue a report, to travel with the next message."""
+        """In a `step`: queue a report, which arrives after those that were sent before it.
+
+        Args:
+            to: The receiver; if it is gone, nothing is sent.
+            topic: Index of the function that handles it (`_topics`).
+            body: The report.
+            hurry: Whether it is sent at once, or with the next message or a little later.
+        """
         self.directory.queue(to, bytes((topic,)) + body, hurry)
 
     def step(self, except_for: int = -1) -> AbstractContextManager[None]:
@@ -317,7 +306,7 @@ class RpcAgent:
         """Return counts of calls and references, with torch's names."""
         with self.lock:
             calls = self.calls.all()
-            owned, holds, _, unsettled = self.values.counts
+            owned, holds, unsettled = self.values.counts
             counts = {
                 "num_owner_rrefs": owned,
                 "num_pending_users": unsettled,

@@ -49,10 +49,11 @@ class Caller:
 
     Attributes:
         calls: The calls under way.
+        transport: The agent's.
     """
 
     def __init__(self, agent: RpcAgent) -> None:
-        self._agent, self._transport = agent, agent.transport
+        self._agent, self.transport = agent, agent.transport
         self._find_error = None if agent.allow is None else agent.allow.find_error
         self._lock, self._reach = agent.lock, agent.directory.reach
         self.calls = PendingCalls(agent.lock, agent.timers, self.fail)
@@ -89,7 +90,7 @@ class Caller:
     def fetch(self, ref: RefId, owner: WorkerInfo, timeout: float) -> Any:
         """Return the value of a reference."""
         peer, seconds = self._callee(owner, timeout)
-        ticket = self._transport.ticket()
+        ticket = self.transport.ticket()
         call = PendingCall(MessageType.FETCH, peer, "to_here", seconds, ticket, make=ref)
         self._send(call, NOTHING)
         return self.wait(call)
@@ -142,7 +143,7 @@ class Caller:
         packed = self._agent.payloads.pack_call(func, args, kwargs, peer.info)
         name = func.__qualname__ if packed.body.function else _name(func)
         kind = MessageType.CALL if make is None else MessageType.MAKE
-        ticket = self._transport.ticket()
+        ticket = self.transport.ticket()
         call = PendingCall(kind, peer, name, seconds, ticket, notify, make, counted)
         self._send(call, packed)
         return call
@@ -201,7 +202,7 @@ class Caller:
         Raises:
             Exception: Raised by the callee, or by the way to it.
         """
-        self._transport.wait(call.ticket)
+        self.transport.wait(call.ticket)
         return self.result(call)
 
     def wait_until_notified(self, call: PendingCall) -> None:
@@ -212,7 +213,7 @@ class Caller:
         """
         call.awaited = call.quick
         try:
-            self._transport.wait(call.ticket)
+            self.transport.wait(call.ticket)
             if call.quick:
                 self._notify(call)
         finally:
@@ -244,10 +245,6 @@ class Caller:
     def _failure(self, received: Received) -> tuple[bytes, int, Any]:
         """Return the arguments of `failures.decode`."""
         return received.message.body.pickled, received.message.sender, self._find_error
-
-    def complete_wait(self, call: PendingCall) -> None:
-        """Let the thread that waits for a call continue."""
-        self._transport.complete(call.ticket)
 
     def when_done(self, call: PendingCall, notify: Callable[[PendingCall], None]) -> None:
         """Call a function when a call has ended that no thread waits for."""
@@ -294,7 +291,7 @@ class Caller:
         error = None if type(outcome) is Received else outcome
         self._agent.recorder.end(call.noted, error)  # pyright: ignore[reportArgumentType]
         if call.notify is None or call.awaited:
-            self._transport.complete(call.ticket)
+            self.transport.complete(call.ticket)
             return None
         return self._notification(call)
 

@@ -105,7 +105,7 @@ class CallFuture(torch.futures.Future[Any]):
         except BaseException as error:
             value = self.caller.error_maker(call) or partial(_another, error.with_traceback(None))
             self._set_unwrap_func(_raise)
-        self.caller.complete_wait(call)  # the rest of the wait is torch's
+        self.caller.transport.complete(call.ticket)  # the rest of the wait is torch's
         self.set_result(value)
 
 

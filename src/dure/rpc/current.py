@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dure.errors import RpcError
@@ -13,7 +11,7 @@ from dure.errors import RpcError
 if TYPE_CHECKING:
     from dure.rpc.agent import RpcAgent
 
-__all__ = ["current", "here", "is_set", "set_current", "using"]
+__all__ = ["current", "here", "is_set", "set_current"]
 
 
 class _RpcThreadState(threading.local):
@@ -66,13 +64,3 @@ def is_set() -> bool:
 def set_current(agent: RpcAgent | None) -> None:
     """Set the process's agent."""
     _process[:] = [] if agent is None else [agent]
-
-
-@contextmanager
-def using(agent: RpcAgent) -> Iterator[None]:
-    """Let `current` return `agent` in this thread, for a block."""
-    before, here.agent = here.agent, agent
-    try:
-        yield
-    finally:
-        here.agent = before

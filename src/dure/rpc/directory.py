@@ -1,8 +1,9 @@
 """The processes that this one knows, and the messages that are queued for each.
 
-Reports (messages of references and of distributed autograd) are numbered by a link (`links`), and
-travel with other messages, or by themselves. Those that are not urgent wait a little for another
-message.
+Reports (messages of references and of distributed autograd) must arrive in order. They travel with
+other messages, or by themselves, some through a ring of shared memory and some through a socket, so
+they are numbered, and delivered in the order of the numbers. Those that are not urgent wait a
+little for another message.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import partial
 from time import monotonic
 
 from dure.errors import PeerLost, RpcError, UsageError
-from dure.rpc.links import Numbered, OrderedLink
+from dure.rpc.message import Numbered
 from dure.rpc.names import WorkerInfo
 from dure.rpc.timers import Timers
 
@@ -29,6 +30,9 @@ class Peer:
     Attributes:
         id: Its id.
         ended: How it ended; None if it is not gone.
+        sent: The number of the last report to it.
+        received: The number of the last report from it that was delivered.
+        early: Reports from it that wait for others, by number.
         queued: Reports to send with the next message to it.
         timed: Whether a timer will send what is queued.
     """
@@ -36,7 +40,9 @@ class Peer:
     info: WorkerInfo
     id: int
     ended: str | None = None
-    link: OrderedLink = field(default_factory=OrderedLink)
+    sent: int = 0
+    received: int = 0
+    early: dict[int, bytes] = field(default_factory=dict[int, bytes])
     queued: list[Numbered] = field(default_factory=list[Numbered])
     timed: bool = False
 
@@ -70,8 +76,7 @@ class Directory:
     def remove(self, id: int, how: str) -> Peer:
         """Mark a process as gone for good, and how it ended."""
         peer = self._peers.setdefault(id, Peer(WorkerInfo(str(id), id), id))
-        peer.ended, peer.link = how, OrderedLink()
-        peer.queued = []
+        peer.ended, peer.queued = how, []
         self.due.pop(id, None)
         return peer
 
@@ -158,7 +163,8 @@ class Directory:
         """Queue a report, to travel with the next message to a process."""
         peer = self.get(to)
         if peer is not None:
-            peer.queued.append(peer.link.send(body))
+            peer.sent += 1
+            peer.queued.append(Numbered(peer.sent, body))
             if hurry:
                 self.due[to] = peer
             elif not peer.timed:
@@ -168,9 +174,13 @@ class Directory:
     def receive(self, sender: int, messages: Iterable[Numbered]) -> list[bytes]:
         """Return the reports that can be delivered now, in order."""
         peer = self.get(sender)
-        if peer is None:
-            return []
-        return [body for message in messages for body in peer.link.receive(message)]
+        due: list[bytes] = []
+        if peer is not None:
+            peer.early.update({message.number: message.body for message in messages})
+            while peer.received + 1 in peer.early:
+                peer.received += 1
+                due.append(peer.early.pop(peer.received))
+        return due
 
     def take(self, peer: Peer) -> tuple[Numbered, ...]:
         """Return the reports that travel with a message that is sent now."""

@@ -15,13 +15,14 @@ import msgspec
 import torch
 
 from dure.rpc.codec import Body
-from dure.rpc.links import Numbered
 from dure.rpc.memory import MemoryRow
 
 __all__ = [
     "Completion",
     "GradientTag",
     "MessageType",
+    "Numbered",
+    "PassTag",
     "Received",
     "RpcMessage",
     "Work",
@@ -44,7 +45,7 @@ class MessageType(IntEnum):
     ERROR = 3  # an exception
     REPORT = 4  # contains only `link`
     FETCH = 5  # asks for the value of a reference: `RRef.to_here`
-    GRADIENTS = 6  # of the backward pass `make`
+    GRADIENTS = 6  # of a backward pass
 
 
 class GradientTag(msgspec.Struct, array_like=True, frozen=True):
@@ -56,6 +57,24 @@ class GradientTag(msgspec.Struct, array_like=True, frozen=True):
     what: str = ""  # the call, for error messages
 
 
+class PassTag(msgspec.Struct, array_like=True, frozen=True):
+    """Marks a message with gradients of a backward pass, its values."""
+
+    backward: tuple[int, int]  # the pass (`autograd.backward.PassId`)
+    context: int
+    message: tuple[int, int]  # whose tensors the gradients are for (`autograd.backward.MessageId`)
+    retain_graph: bool
+    share: int  # of the credit
+    awaited: int
+
+
+class Numbered(msgspec.Struct, array_like=True, frozen=True):
+    """A report: a message that is delivered in the order of the numbers (`directory`)."""
+
+    number: int
+    body: bytes
+
+
 class RpcMessage(msgspec.Struct, array_like=True):
     """A message."""
 
@@ -65,9 +84,10 @@ class RpcMessage(msgspec.Struct, array_like=True):
     body: Body = Body()  # values, or an exception (`failures`)
     memories: tuple[MemoryRow, ...] = ()  # of the tensors; set by the transport
     gradients: GradientTag | None = None
-    make: tuple[int, int] | None = None  # the reference, or the backward pass (`MessageType`)
+    make: tuple[int, int] | None = None  # the reference that is made or fetched
     link: tuple[Numbered, ...] = ()  # reports in order, which travel with any other message
     devices: dict[str, str] | None = None  # for each device of the callee, the caller's
+    backward: PassTag | None = None
 
 
 class Received(msgspec.Struct, eq=False):

@@ -77,7 +77,7 @@ class Payloads:
         return self._codec.pack((result,), call.sender, "", device_back)
 
     def pack_gradients(self, values: tuple[Any, ...], to: WorkerInfo) -> Packed:
-        """Pack the values of a message of a backward pass."""
+        """Pack the gradients of a message of a backward pass."""
         return self._codec.pack(values, to.id, "", partial(self._device_there, to))
 
     def unpack(self, received: Received) -> Sequence[Any]:

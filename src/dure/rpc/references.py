@@ -29,7 +29,7 @@ counts only if it comes from the process that may send it: the owner, or the pro
 was sent to.
 
 **Assumptions.** Messages of this protocol from one process to another arrive in order, once, while
-both live (`links`). A death is final: no event of a dead process follows `died`.
+both live (`directory`). A death is final: no event of a dead process follows `died`.
 
 Threads: the caller's lock guards the state.
 """
@@ -311,11 +311,6 @@ class References:
         """Return the other processes that hold each value of this one."""
         own = [(ref, entry) for ref, entry in self._entries.items() if entry.owner == self.me]
         return {ref: tuple(sorted(entry.holders)) for ref, entry in own}
-
-    def users(self) -> dict[RefId, int]:
-        """Return the owner of each value that this process holds."""
-        entries = self._entries.items()
-        return {ref: entry.owner for ref, entry in entries if entry.owner != self.me}
 
     @property
     def num_unsettled(self) -> int:

@@ -167,13 +167,6 @@ class RemoteModule(torch.nn.Module):
         """
         return self.train(False)
 
-    def parameters(self, recurse: bool = True) -> NoReturn:
-        """Raise `ValueError`: the parameters are in another process."""
-        raise ValueError(
-            "Method ``parameters`` not supported for RemoteModule. "
-            "Please use ``remote_parameters`` instead."
-        )
-
     def _call(self, way: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
         """Call a function on the module, at its owner."""
         return way(self.module_rref.owner(), function, (self.module_rref, *args))
@@ -188,7 +181,8 @@ class RemoteModule(torch.nn.Module):
 
 def _not_supported(name: str) -> Callable[..., NoReturn]:
     def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
+        fix = ". Please use ``remote_parameters`` instead." if name == "parameters" else ""
+        raise ValueError(f"Method ``{name}`` not supported for RemoteModule{fix}")
 
     method.__name__ = name
     method.__doc__ = "Raise `ValueError`: the module is in another process."
@@ -197,7 +191,7 @@ def _not_supported(name: str) -> Callable[..., NoReturn]:
 
 _NOT_SUPPORTED = """
     add_module apply bfloat16 buffers children cpu cuda double extra_repr float half ipu
-    load_state_dict modules named_buffers named_children named_modules named_parameters
+    load_state_dict modules named_buffers named_children named_modules named_parameters parameters
     register_backward_hook register_buffer register_forward_hook register_forward_pre_hook
     register_parameter requires_grad_ share_memory state_dict to type xpu zero_grad
 """

@@ -49,7 +49,6 @@ _BURST = 64  # frames of one connection before other connections are served
 _PAUSE_S = 0.1  # between two attempts to connect
 _BUSY_S = 1.0  # for which this thread may be busy; more counts as a pause of this process
 _CLOSE_S = 1.0  # for queued messages to be sent when this process leaves
-_LOOK_S = 0.2  # between two checks of processes that have no pidfd
 _FINISH_S = 1.0  # for all connections of a process to be closed, after its end or a break
 _MOST_SOCKETS = 16_383
 _LONGEST_POLL_S = 3600.0
@@ -220,8 +219,6 @@ class Sockets:
         self._incoming: dict[bytes, _Incoming] = {}
         self._finishing: dict[int, tuple[float, Callable[[], None]]] = {}
         self._watched: dict[Any, Callable[[], None]] = {}  # by descriptor
-        self._polled: list[tuple[Callable[[], bool], Callable[[], None]]] = []
-        self._poll_due = 0.0
         self._poller = zmq.Poller()
         self._ends_at: float | None = None
         self._clock = ListeningClock()  # measures how long processes are unreachable
@@ -254,10 +251,6 @@ class Sockets:
         out.queue.append((body, memories))
         self._post(out)
 
-    def has_sent_to(self, peer: int) -> bool:
-        """Whether a message was sent to a process."""
-        return peer in self._connections
-
     def finish(self, peer: int, then: Callable[[], None]) -> None:
         """Call `then` in the sockets' thread when all messages of an ended process were read."""
         self._post(lambda: self._finish(peer, then))
@@ -265,10 +258,6 @@ class Sockets:
     def watch(self, descriptor: int, then: Callable[[], None]) -> None:
         """Call `then` in the sockets' thread when a descriptor is readable, and close it."""
         self._post(lambda: self._watch_descriptor(descriptor, then))
-
-    def poll(self, happened: Callable[[], bool], then: Callable[[], None]) -> None:
-        """Call `then` in the sockets' thread soon after `happened` first returns True."""
-        self._post(lambda: self._polled.append((happened, then)))
 
     def forget(self, peer: int) -> None:
         """Close the connection to a process, and drop its queue."""
@@ -333,8 +322,6 @@ class Sockets:
         dues = [out.retry_at if out.link is None else now + _PAUSE_S for out in self._closed]
         dues += [until for until, _ in self._finishing.values()]
         dues += self._broken.values()
-        if self._polled:
-            dues.append(self._poll_due)
         if self._ends_at is not None:
             dues.append(self._ends_at)
         return int(max(0.0, min((*dues, now + _LONGEST_POLL_S)) - now) * 1000) + bool(dues)
@@ -388,11 +375,6 @@ class Sockets:
             if now >= until:
                 del self._finishing[peer]
                 then()
-        if self._polled and now >= self._poll_due:
-            self._poll_due = now + _LOOK_S
-            for one in [one for one in self._polled if one[0]()]:
-                self._polled.remove(one)
-                self._post(one[1])  # so that an error in it affects no other
 
     # --- receiving ---------------------------------------------------------------------------
 

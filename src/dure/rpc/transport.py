@@ -11,7 +11,7 @@ receiver.
 of another on its host (a limit of address space) cannot take part with it.
 
 **Deaths.** The kernel reports processes of this host that end, by their pidfds; if there are none,
-the sockets' thread polls. Processes of other hosts are gone if a connection to or from them breaks
+a thread polls. Processes of other hosts are gone if a connection to or from them breaks
 or cannot be opened, or if others have reported them (`peers`). A process that leaves reports that
 itself: in the log, or, if there is none, in a last message. Messages of a process are read before
 the program learns that it is gone; one that a thread is handling at that moment may be dropped.
@@ -57,6 +57,7 @@ _ELSEWHERE = -1  # the type of a message that contains only the address of a lon
 _LEAVING = -2  # the type of the last message of a process
 
 _CLOSE_S = 1.0  # for running calls to end when this process leaves
+_LOOK_S = 0.2  # between two checks of a process that has no pidfd
 
 _PATIENCE_S = (1e6, 0.1)
 """How long the engine waits at a time; in the main thread (1) Ctrl-C is handled in between."""
@@ -236,13 +237,9 @@ class HostTransport:
             route.outbox = route.process = None
 
     def _take_leave(self, route: _Route) -> None:
-        """Notify a process that this one leaves, after all other messages to it."""
-        peer, message = route.peer, RpcMessage(_LEAVING, self._id)
-        if self._sockets.has_sent_to(peer.id):  # it reads its ring first
-            self._sockets.send(peer.id, peer.endpoint, route.near, _encode(message), ())
-        else:
-            with suppress(PeerLost):
-                self.send(peer.id, message, ())
+        """Notify a process that this one leaves, by a socket: it reads its ring before that."""
+        message = _encode(RpcMessage(_LEAVING, self._id))
+        self._sockets.send(route.peer.id, route.peer.endpoint, route.near, message, ())
 
     # --- the other processes ------------------------------------------------------------------
 
@@ -273,16 +270,20 @@ class HostTransport:
 
     def _watch(self, route: _Route) -> None:
         """Have `_ended` called when a process of this host ends."""
-        process, ended = route.peer.process, partial(self._ended, route)
-        try:
-            self._sockets.watch(os.pidfd_open(process.pid), ended)
-        except ProcessLookupError:
-            pass
-        except (OSError, AttributeError):  # not supported here, or too many descriptors
-            is_over = lambda: route.lost is not None or alive(process) is False  # noqa: E731
-            self._sockets.poll(is_over, ended)
-        if alive(process) is False:  # its number may belong to another process by now
-            threading.Thread(target=ended, daemon=True).start()
+        process = route.peer.process
+        with suppress(OSError, AttributeError):  # ended, not supported, or too many descriptors
+            self._sockets.watch(os.pidfd_open(process.pid), partial(self._ended, route))
+            if alive(process) is not False:  # else its number may belong to another process
+                return
+        threading.Thread(target=self._poll, args=(route,), daemon=True).start()
+
+    def _poll(self, route: _Route) -> None:
+        """Call `_ended` soon after a process has ended; runs in its own thread."""
+        while alive(route.peer.process) is not False:
+            if route.lost is not None or self._closed:
+                return
+            time.sleep(_LOOK_S)
+        self._ended(route)
 
     def _ended(self, route: _Route) -> None:
         """Handle that a process of this host has ended; may be called twice."""
@@ -305,12 +306,12 @@ class HostTransport:
         if route is None:  # gone before this process joined
             self._receiver.died(id, how)
             return
-        self._sockets.finish(id, lambda: self._finished(route, how))
 
-    def _finished(self, route: _Route, how: str) -> None:
-        """Handle that a process has left; it may still run, so it keeps its ring."""
-        self._read_ring_of(route, ended=False)
-        self._end(route, how)
+        def finished() -> None:
+            self._read_ring_of(route, ended=False)  # it may still run, so it keeps its ring
+            self._end(route, how)
+
+        self._sockets.finish(id, finished)
 
     def _read_ring_of(self, route: _Route, ended: bool) -> None:
         """Handle the messages in the rings; free the ring of a process that has ended."""

@@ -228,11 +228,10 @@ class Values:
     # --- queries, and the end ----------------------------------------------------------------
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """Count values that others hold, their holds, references to others, and unsettled ones."""
+    def counts(self) -> tuple[int, int, int]:
+        """Count values that others hold, their holds, and unsettled ones."""
         held = [len(holders) for holders in self._references.holders().values()]
-        users = len(self._references.users())
-        return sum(map(bool, held)), sum(held), users, self._references.num_unsettled
+        return sum(map(bool, held)), sum(held), self._references.num_unsettled
 
     def close(self) -> None:
         """Free all values."""

@@ -72,12 +72,6 @@ class Workers:
         with self._lock:
             self._keep_receiving()
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """How many calls run, how many wait, and how many threads there are."""
-        with self._lock:
-            return self._running, len(self._queue), self._threads
-
     def submit(self, call: Work) -> None:
         """Run a call that a thread of the program, or of the sockets, has received."""
         with self._lock:

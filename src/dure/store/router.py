@@ -156,11 +156,6 @@ class GuardedRouter:
         """The sockets to poll; `serve` handles all but the ROUTER."""
         return self.socket, self._zap, self._monitor
 
-    @property
-    def num_joining(self) -> int:
-        """How many clients have connected and not sent anything yet."""
-        return len(self._joining)
-
     def serve(self, ready: dict[Any, int]) -> Iterator[bytes]:
         """Admit clients; yield the identities of the members that have left."""
         if self._monitor in ready:

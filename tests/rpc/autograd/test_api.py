@@ -56,7 +56,7 @@ def leaf(*values: float) -> torch.Tensor:
 
 
 def known() -> set[int]:
-    return autograd._current_context()._known_worker_ids()  # pyright: ignore[reportPrivateUsage]
+    return autograd._current_context().workers  # pyright: ignore[reportPrivateUsage]
 
 
 def gradient_of(rref: RRef[torch.Tensor], context_id: int) -> list[float]:
@@ -84,7 +84,7 @@ def test_a_call_in_a_context(cluster: Cluster, way: str) -> None:
         found = autograd.get_gradients(context_id)
         assert {t: g.tolist() for t, g in found.items()} == {a: [5.0, 7.0], b: [2.0, 3.0]}
         assert (a.grad, b.grad) == (None, None)
-        assert autograd._current_context()._known_worker_ids() == {1}  # pyright: ignore[reportPrivateUsage]
+        assert autograd._current_context().workers == {1}  # pyright: ignore[reportPrivateUsage]
     all_released(cluster)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from random import Random
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from dure.errors import PeerLost, RpcError
 from dure.rpc.autograd.backward import Contexts, inside
 from dure.rpc.codec import Codec, insert
+from dure.rpc.message import PassTag
 from dure.rpc.names import WorkerInfo
 from dure.rpc.tensors import rebuild
 
@@ -35,11 +37,15 @@ class Port:
         self.network, self.me, self.transport = network, me, self
         self.allow = None
 
-    def send_report(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
-        self.send(to, lambda: self.network.at[to].receive(self.me, body))
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def send_gradients(self, to: int, backward: tuple[int, int], values: tuple[Any, ...]) -> None:
-        copies = Codec().pack(values)
+    def queue(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
+        with suppress(PeerLost):
+            self.send(to, lambda: self.network.at[to].receive(self.me, body))
+
+    def send_gradients(self, to: int, tag: PassTag, gradients: tuple[Any, ...]) -> None:
+        copies = Codec().pack(gradients)
         memories = [memory.clone() for memory in copies.memories]
 
         def read() -> Any:
@@ -48,8 +54,8 @@ class Port:
             return insert(Codec().load(body, tensors), body, tensors, ())
 
         def arrive() -> None:
-            run = partial(self.network.at[to].arrive, backward, self.me, read)
-            if not self.network.at[to].waits(backward, run):
+            run = partial(self.network.at[to].arrive, tag, self.me, read)
+            if not self.network.at[to].waits(tag.backward, run):
                 self.network.works.append((to, run))
 
         self.send(to, arrive)

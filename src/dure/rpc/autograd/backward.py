@@ -34,7 +34,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,7 +46,7 @@ from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
 from dure.rpc.autograd.graph import Gradients, LocalGraph, edge_of, place
 from dure.rpc.current import here
-from dure.rpc.message import GradientTag
+from dure.rpc.message import GradientTag, PassTag
 from dure.rpc.names import WorkerInfo
 
 if TYPE_CHECKING:
@@ -155,9 +155,6 @@ class Context:
     def _context_id(self) -> int:
         return self.number
 
-    def _known_worker_ids(self) -> set[int]:
-        return set(self.workers)
-
     def sends(self, message: MessageId, tensors: Sequence[torch.Tensor], to: int, what: str) -> int:
         """Record the tensors of a message to `to`; return how many need gradients."""
         edges = [edge_of(tensor) for tensor in tensors if tensor.requires_grad]
@@ -201,9 +198,8 @@ class Context:
 
     def arrive(
         self,
-        number: PassId,
         sender: int,
-        came: _Gradients,
+        came: PassTag,
         gradients: Sequence[torch.Tensor | None],
     ) -> tuple[list[tuple[_ReceivedTensors, Gradients]], int]:
         """Add the gradients of a message's tensors, and run what is ready.
@@ -216,7 +212,7 @@ class Context:
             RpcError: A message of the context gets no gradients, or `sender` sent gradients that no
                 message waits for.
         """
-        message, retain_graph = (came.sender, came.number), came.retain_graph
+        number, message, retain_graph = came.backward, came.message, came.retain_graph
         with self._lock:
             more = 0 if number in self.passes else self.begin(number, (), retain_graph)
             part = self.passes[number]
@@ -277,17 +273,6 @@ class _PassEnd(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
 
 _decoder = msgspec.msgpack.Decoder(_PassReport | _PassEnd)
-
-
-class _Gradients(NamedTuple):
-    """The header of a message with gradients; the gradients follow."""
-
-    context: int
-    sender: int
-    number: int
-    retain_graph: bool
-    share: int
-    awaited: int
 
 
 class _Pass:
@@ -450,8 +435,8 @@ class Contexts:
             with inside(None), _profiled("torch::distributed::autograd::backward"):
                 awaited = context.begin(this, roots, retain_graph)
                 ones = [torch.ones_like(root) for root in roots]
-                losses = _Gradients(number, *_ROOTS, retain_graph, 0, awaited)
-                self._step(context, this, self._me.id, losses, ones)
+                losses = PassTag(this, number, _ROOTS, retain_graph, 0, awaited)
+                self._step(context, self._me.id, losses, ones)
                 self._wait(run)
                 if run.awaited and run.failed is None:
                     run.asked = True
@@ -490,44 +475,43 @@ class Contexts:
         self._agent.transport.complete(run.ticket)
         return True
 
-    def arrive(self, backward: PassId, sender: int, read: Callable[[], Any]) -> None:
+    def arrive(self, came: PassTag, sender: int, read: Callable[[], Any]) -> None:
         """Run the step of gradients that arrived, in a thread that is in no context.
 
         Args:
-            backward: The pass.
+            came: Of the message.
             sender: The process that sent the gradients.
-            read: Returns the values of the message, as `send_gradients` was given them.
+            read: Returns the gradients.
         """
         try:
-            values = read()
-            header, gradients = values[: len(_Gradients._fields)], values[len(_Gradients._fields) :]
-            if not _are_gradients(header, gradients):
-                raise failures.malformed_message(sender, TypeError(f"no gradients: {header!r}"))
-            came = _Gradients(*header)
+            gradients = read()
+            if not all(each is None or isinstance(each, torch.Tensor) for each in gradients):
+                raise failures.malformed_message(sender, TypeError("gradients must be tensors"))
             with _profiled("SendRpcBackward"):
-                self._step(self.find(came.context), backward, sender, came, gradients)
+                self._step(self.find(came.context), sender, came, gradients)
         except Exception as error:
-            self._failed(backward, error)
+            self._failed(came.backward, error)
 
     def _step(
         self,
         context: Context,
-        backward: PassId,
         sender: int,
-        came: _Gradients,
+        came: PassTag,
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         """Add gradients; send the resulting ones with shares of the credit, or return it."""
-        outgoing, more = context.arrive(backward, sender, came, gradients)
+        outgoing, more = context.arrive(sender, came, gradients)
         share, awaited = came.share, came.awaited + more
         if not outgoing:
-            self._report(_PassReport(backward, share, awaited))
+            self._report(_PassReport(came.backward, share, awaited))
         while outgoing:
             to, got = outgoing.pop()
             share += bool(outgoing)  # one half for this message, the other for those after it
-            header = _Gradients(context.number, *to.message, came.retain_graph, share, awaited)
+            tag = PassTag(
+                came.backward, context.number, to.message, came.retain_graph, share, awaited
+            )
             with _profiled("RecvRpcBackward"):
-                self._agent.send_gradients(to.sender, backward, (*header, *map(_dense, got)))
+                self._agent.send_gradients(to.sender, tag, tuple(map(_dense, got)))
             awaited = 0
 
     def _report(self, message: _PassReport) -> None:
@@ -576,20 +560,13 @@ class Contexts:
                 self.release(context.number)
 
     def _send(self, to: int, message: msgspec.Struct, hurry: bool = True) -> None:
-        with suppress(PeerLost):
-            self._agent.send_report(to, TOPIC, msgspec.msgpack.encode(message), hurry)
+        with self._agent.step():
+            self._agent.queue(to, TOPIC, msgspec.msgpack.encode(message), hurry)
 
     def _send_all(self, context: Context, message: _PassEnd, hurry: bool = True) -> None:
         for worker in context.workers.copy():
             if worker != self._me.id:
                 self._send(worker, message, hurry)
-
-
-def _are_gradients(header: Sequence[Any], gradients: Sequence[Any]) -> bool:
-    """Whether the values of a message are a header and gradients."""
-    if len(header) < len(_Gradients._fields) or not all(type(n) in (int, bool) for n in header):
-        return False
-    return all(each is None or isinstance(each, torch.Tensor) for each in gradients)
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
