@@ -9,7 +9,7 @@ import torch
 
 from dure import native
 from dure.comm.codes import dtype_code
-from dure.comm.ops import ReduceOp, reducible_dtypes
+from dure.comm.ops import ReduceOp
 
 pytestmark = pytest.mark.needs("engine")
 
@@ -17,7 +17,6 @@ EIGHT = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.fl
 SIXTEEN = [torch.float16, torch.bfloat16]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
 MIN_MAX = [ReduceOp.MIN, ReduceOp.MAX]  # which zero is the smaller one is nowhere said
-BITS = [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
 
 
 @pytest.fixture
@@ -109,12 +108,3 @@ def test_subnormal_numbers_of_small_formats_are_kept_where_those_of_float32_are_
             got = reduced([a, b], op)
             flushing(False)
             assert_same_bits(got, expected[op], op not in MIN_MAX)
-
-
-@pytest.mark.parametrize("op", [*OPS, *BITS], ids=str)
-def test_kernels_exist_exactly_where_the_reduction_has_a_meaning(op):
-    everything = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-    have = {d for d in everything if native.reduce(0, [0], dtype_code(d), op.code, 0)}
-    assert have >= reducible_dtypes(op)
-    beyond = have - reducible_dtypes(op)
-    assert all(d.is_complex for d in beyond)  # products of those, which no other backend has

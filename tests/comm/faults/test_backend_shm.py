@@ -1,12 +1,9 @@
-"""The shm backend when ranks die, stop, leave or are interrupted: what the table leaves out."""
+"""The shm backend when ranks fork, or are interrupted: what the table leaves out."""
 
 from __future__ import annotations
 
 import os
-import platform
-import resource
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,54 +11,10 @@ import torch
 from dure.comm.ops import ReduceOp
 from dure.errors import PeerLost
 from tests.comm.forked_ranks import Ranks, Slot, caught, join, while_waiting
-from tests.waiting import until
 
 pytestmark = pytest.mark.needs("engine")
 
 SUM = ReduceOp.SUM
-FATES = {
-    "killed": "signal 9 (SIGKILL)",
-    "exits": "exit code 3",
-    "crashes": "signal 11 (SIGSEGV)",
-}
-TELLS_FATES = tuple(map(int, platform.release().split(".")[:2])) >= (6, 15)
-"""Whether the kernel says to others how a process ended."""
-
-
-# ---- death ---------------------------------------------------------------------------------------
-
-
-def _dies(slot: Slot, how: str):
-    backend = join(slot)
-    backend.barrier(False)
-    if slot.rank == 1:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        match how:
-            case "exits":
-                os._exit(3)
-            case "crashes":
-                signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGSEGV)
-            case _:
-                os.kill(os.getpid(), signal.SIGKILL)
-    ended = Path(f"{slot.path}-ended")
-    until(ended.exists, "the end of rank 1")
-    error = caught(lambda: backend.barrier(False))
-    message = caught(lambda: backend.recv(torch.zeros(1), 0, 0, False))
-    backend.close(False)
-    return error, message
-
-
-@pytest.mark.parametrize("how", FATES)
-def test_how_a_rank_ended_is_known_2_ranks(tmp_path, how):
-    with Ranks(2, tmp_path, _dies, how) as ranks:
-        pid = ranks.pids[1]
-        ranks.ended(1)
-        (tmp_path / "call1-ended").touch()
-        for error in ranks.result(0):
-            assert isinstance(error, PeerLost)
-            assert (error.peer, error.pid) == (1, pid)
-            assert error.exit == (FATES[how] if TELLS_FATES else None)
 
 
 def _forks_and_dies(slot: Slot):
@@ -90,12 +43,6 @@ def test_forked_child_neither_is_nor_keeps_its_rank_of_3(tmp_path):
             error = ranks.result(rank)
             assert isinstance(error, PeerLost)
             assert (error.peer, error.pid) == (1, ranks.pids[1])
-
-
-# ---- silence -------------------------------------------------------------------------------------
-
-
-# ---- leaving -------------------------------------------------------------------------------------
 
 
 def _is_interrupted(slot: Slot, operation: str):

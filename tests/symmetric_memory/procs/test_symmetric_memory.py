@@ -234,14 +234,6 @@ def test_zero_copy_in_every_group_4_ranks(process_pool):
         assert max(grew) < 256 * 1024
 
 
-def test_freed_memory_goes_back_with_trim():
-    x = symmetric_memory.empty(1 << 20)
-    x.fill_(1.0)
-    del x
-    assert symmetric_memory.trim() >= 4 << 20
-    assert symmetric_memory.trim() == 0
-
-
 def test_a_rank_that_dies_is_not_waited_for_3_ranks(tmp_path):
     with Ranks(3, tmp_path, dies_while_it_is_waited_for) as ranks:
         assert [r for r in ranks.values() if isinstance(r, int)] == [2, 2]
