@@ -44,7 +44,7 @@ from dure.comm.backends.mpi.memory import (
     Piece,
     copy_piece,
     cut,
-    messages,
+    message_of,
     piece_of,
     reduce_pieces,
     shares,
@@ -74,6 +74,9 @@ _SEGMENT = 1 << 20
 
 _RESERVED_TAGS = 3
 
+_Receive = tuple[int | None, int, Operation]
+"""The source (None: any), the tag, and the operation of a receive."""
+
 
 class MpiBackend:
     """One rank's part of a group over MPI; the contract is that of `Backend`.
@@ -100,6 +103,7 @@ class MpiBackend:
         self.compares_calls = _compares(options)
         self._own = None if self.compares_calls else OwnCollectives(self._mpi, comm)
         self._engine = ProgressEngine(library, comm, options.name, seconds, highest, oversubscribed)
+        self._unmatched: list[_Receive] = []  # receives whose message has not come, in order
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
@@ -109,12 +113,12 @@ class MpiBackend:
 
     def _exchange(self, gives: Sequence[Piece], takes: Sequence[Piece], least: int = 0) -> Stage:
         """Send `gives[r]` to every rank r and receive `takes[r]`, where longer than `least`."""
-        memory, comm, tag = self._mpi.memory.fromaddress, self._comm, self._data_tag
-        taken = [(r, part) for r in self._peers for part in messages(takes[r], least)]
-        given = [(r, part) for r in self._peers for part in messages(gives[r], least)]
-        requests = [comm.Irecv(memory(*part), r, tag) for r, part in taken]
-        requests += [comm.Isend(memory(*part), r, tag) for r, part in given]
-        return Stage(requests, [r for r, _ in taken] + [r for r, _ in given], len(taken))
+        mpi, comm, tag = self._mpi, self._comm, self._data_tag
+        sources = [r for r in self._peers if takes[r][1] > least]
+        receivers = [r for r in self._peers if gives[r][1] > least]
+        requests = [comm.Irecv(message_of(mpi, takes[r]), r, tag) for r in sources]
+        requests += [comm.Isend(message_of(mpi, gives[r]), r, tag) for r in receivers]
+        return Stage(requests, sources + receivers, len(sources))
 
     def _open(
         self, gives: Sequence[Piece] | None = None, takes: Sequence[Piece] | None = None
@@ -276,10 +280,7 @@ class MpiBackend:
         return request if async_op else None
 
     def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
-        memory = self._mpi.memory.fromaddress
-        parts = messages(piece_of(tensor), -1)
-        requests = [self._comm.Isend(memory(*part), dst, tag) for part in parts]
-        yield Stage(requests, [dst] * len(requests))
+        yield Stage([self._comm.Isend(message_of(self._mpi, piece_of(tensor)), dst, tag)], [dst])
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
         self._check_tag(tag)
@@ -291,25 +292,36 @@ class MpiBackend:
         """Receive a message once it has arrived; one of another length stays in MPI's queue.
 
         Probing and receiving are one step under `Library.lock`, so no other receive can take the
-        message in between. The parts of a long message after the first have the same source.
+        message in between. A receive does not probe before an earlier one that the message could
+        be for.
         """
-        memory, status = self._mpi.memory.fromaddress, self._mpi.Status()
-        source = self._mpi.ANY_SOURCE if src is None else src
-        for address, nbytes in messages(piece_of(tensor), -1):
-            while not self._comm.Iprobe(source, tag, status):
+        status, me = self._mpi.Status(), (src, tag, operation)
+        self._unmatched.append(me)
+        try:
+            while self._is_behind(me) or not self._comm.Iprobe(
+                self._mpi.ANY_SOURCE if src is None else src, tag, status
+            ):
                 yield POLL
-            operation.source = source = status.Get_source()
-            arrived = status.Get_count(self._mpi.BYTE)
-            if arrived != nbytes:
-                raise Desync(
-                    "a message does not match its receive",
-                    peer=source,
-                    seen=f"a message of {arrived} bytes for a tensor of {nbytes}",
-                    fix="Receive into a tensor of the length that is sent; the message is kept for "
-                    "a receive that fits.",
-                )
-            request = self._comm.Irecv(memory(address, nbytes), source, tag)
-            yield Stage([request], [source], 1)
+        finally:
+            self._unmatched.remove(me)
+        operation.source = source = status.Get_source()
+        arrived = status.Get_elements(self._mpi.BYTE)
+        if arrived != tensor.nbytes:
+            raise Desync(
+                "a message does not match its receive",
+                peer=source,
+                seen=f"a message of {arrived} bytes for a tensor of {tensor.nbytes}",
+                fix="Receive into a tensor of the length that is sent; the message is kept for "
+                "a receive that fits.",
+            )
+        request = self._comm.Irecv(message_of(self._mpi, piece_of(tensor)), source, tag)
+        yield Stage([request], [source], 1)
+
+    def _is_behind(self, receive: _Receive) -> bool:
+        """Return whether a receive before this one could take its message."""
+        src, tag, _ = receive
+        before = self._unmatched[: self._unmatched.index(receive)]
+        return any(t == tag and (s == src or None in (s, src)) for s, t, _ in before)
 
     def _check_tag(self, tag: int) -> None:
         if tag >= self.num_tags:
@@ -343,14 +355,13 @@ def create_mpi(options: BackendOptions) -> MpiBackend:
     make the same communicator, and each finds whether its host has more ranks than cores.
 
     Raises:
-        UsageError: mpi4py or MPI is missing, the ranks were not started together by MPI, or only
-            some of them compare calls.
+        UsageError: mpi4py or MPI is missing, or the ranks were not started together by MPI.
     """
     library = load()
     world = library.world
-    mine = f"{world.Get_rank()} {_compares(options)} {platform.node()}"
-    members = [text.decode().split(" ", 2) for text in options.tell_all("mpi/rank", mine)]
-    numbers = [int(number) for number, _, _ in members]
+    mine = f"{world.Get_rank()} {platform.node()}"
+    members = [text.decode().split(" ", 1) for text in options.tell_all("mpi/rank", mine)]
+    numbers = [int(number) for number, _ in members]
     if len(set(numbers)) < options.size:
         raise UsageError(
             "the ranks were not started together by MPI",
@@ -360,18 +371,7 @@ def create_mpi(options: BackendOptions) -> MpiBackend:
             seen=f"MPI sees {world.Get_size()} of {options.size} ranks",
             fix=f"Start the program with: mpirun -n {options.size} python PROGRAM",
         )
-    if len({compares for _, compares, _ in members}) > 1:
-        raise UsageError(
-            "some ranks compare calls, and others do not",
-            group=options.name,
-            rank=options.rank,
-            world_size=options.size,
-            seen=", ".join(
-                f"rank {r}: verify={compares}" for r, (_, compares, _) in enumerate(members)
-            ),
-            fix="Give pg_options={'verify': False} on all ranks, or on none.",
-        )
-    num_here = sum(node == platform.node() for _, _, node in members)
+    num_here = sum(node == platform.node() for _, node in members)
     with library.lock:
         group = world.Get_group().Incl(numbers)
         comm = world.Create_group(group, zlib.crc32(options.name.encode()) & 0x7FFF)

@@ -6,7 +6,8 @@ address, so tensors are not copied or converted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ __all__ = [
     "Piece",
     "copy_piece",
     "cut",
-    "messages",
+    "message_of",
     "piece_of",
     "reduce_pieces",
     "shares",
@@ -36,7 +37,7 @@ Piece = tuple[int, int]
 NOTHING: Piece = (0, 0)
 
 _LONGEST = 1 << 30
-"""Bytes of one message; MPI counts in 32 bits."""
+"""Bytes up to which a message is sent as bytes; MPI counts in 32 bits."""
 
 _LINE = 64
 _NATIVE = native_available()[0]
@@ -69,12 +70,21 @@ def staging(nbytes: int, n: int) -> tuple[torch.Tensor, list[Piece]]:
     return owner, [(start + i * step, nbytes) for i in range(n)]
 
 
-def messages(piece: Piece, least: int) -> Iterator[Piece]:
-    """Yield the messages in which `piece` is sent, if it has more than `least` bytes."""
-    address, nbytes = piece
-    if nbytes > least:
-        for begin in range(0, max(nbytes, 1), _LONGEST):
-            yield address + begin, min(_LONGEST, nbytes - begin)
+def message_of(mpi: Any, piece: Piece) -> Any:
+    """Return `piece` as the buffer of one message.
+
+    A long one is a single element of a datatype: several messages could reach different receives.
+    """
+    memory = mpi.memory.fromaddress(*piece)
+    return memory if piece[1] <= _LONGEST else [memory, 1, _long_datatype(mpi, piece[1], _LONGEST)]
+
+
+@functools.cache
+def _long_datatype(mpi: Any, nbytes: int, longest: int) -> Any:
+    """Return the datatype of `nbytes` bytes; it is kept, as there are few such lengths."""
+    begins = range(0, nbytes, longest)
+    lengths = [min(longest, nbytes - begin) for begin in begins]
+    return mpi.BYTE.Create_hindexed(lengths, list(begins)).Commit()
 
 
 def copy_piece(mpi: Any, source: Piece, target: Piece) -> None:
