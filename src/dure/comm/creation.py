@@ -10,14 +10,14 @@ kind of device. Any number of groups is made in one exchange:
 4. the backends of all groups are connected, and then completed, in the order given.
 
 Ranks that wait for a member here check regularly whether its process still lives. The keys of a
-group are removed when all its members have left it, or ended (`forget_keys`).
+group are removed when all its members have left it (`forget_keys`).
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -38,14 +38,13 @@ from dure.errors import (
     Desync,
     DureError,
     PeerLost,
-    RendezvousError,
     RendezvousTimeout,
     StoreError,
     StoreTimeout,
     UsageError,
 )
 from dure.store.base import Store
-from dure.store.builds import DIFFERENT, Build, own_build, require_one_build
+from dure.store.builds import Build, own_build, require_one_build
 from dure.store.identity import alive, myself
 from dure.store.prefix import PrefixStore
 from dure.store.rendezvous import Rendezvous, RendezvousMember
@@ -55,8 +54,6 @@ default_pg_timeout = timedelta(minutes=30)
 """How long an operation waits for its peers by default."""
 
 _LOOK_S = 0.05
-_MOST_BITS = 62
-"""In groups up to this size a number in the store has a bit for each rank; else it is a count."""
 
 RENDEZVOUS_LIMIT = timedelta(minutes=5)
 """How long group creation waits for members by default."""
@@ -99,6 +96,12 @@ def create_groups(
         for creation in creations:
             creation.open()
         _exchange(store, creations)
+        for spec in specs:
+            if spec.local:
+                made = world.created_locally.get(spec.global_ranks, 0)
+                world.created_locally[spec.global_ranks] = made + 1
+        for creation in creations:
+            creation.check()
         for creation in creations:
             creation.connect()
         groups = [creation.complete() for creation in creations]
@@ -158,7 +161,10 @@ class _GroupCreation:
 
     @property
     def description(self) -> str:
-        return f"ranks {list(self.spec.global_ranks)}, backend {self.spec.backend!r}"
+        options = self.spec.pg_options
+        verify = options.get("verify") if isinstance(options, Mapping) else None
+        compares = "" if verify is None else f", verify={verify}"
+        return f"ranks {list(self.spec.global_ranks)}, backend {self.spec.backend!r}{compares}"
 
     def open(self) -> None:
         names = dict.fromkeys(parse_backend(self.spec.backend).values())
@@ -198,42 +204,26 @@ class _GroupCreation:
 
     def check(self) -> None:
         """Compare the members' entries; all of them find the same difference."""
+        if self.alone:
+            return
         if not self._members:
             names = [f"rank {r} ({entry.process})" for r, entry in enumerate(self.entries)]
             builds = zip([entry.build for entry in self.entries], names, strict=True)
             require_one_build(builds, group=self.spec.name, rank=self.rank)
         if all(entry.description == self.description for entry in self.entries):
             return
-        self._check_engines()
         calls = {r: f"new_group({e.description}) at {e.site}" for r, e in enumerate(self.entries)}
+        reasons = {r: e.without_engine for r, e in enumerate(self.entries) if e.without_engine}
+        seen = [f"rank {r}: {text}" for r, text in calls.items()]
+        seen += [f"rank {r} has no native engine ({reason})" for r, reason in reasons.items()]
         raise Desync(
             "the members do not agree on the group",
             group=self.spec.name,
             rank=self.rank,
             world_size=len(self.entries),
             calls=calls,
-            seen="; ".join(f"rank {r}: {text}" for r, text in calls.items()),
+            seen="; ".join(seen),
             fix="All ranks must create the same groups, with equal arguments, in the same order.",
-        )
-
-    def _check_engines(self) -> None:
-        """Raise if the members chose different backends because only some can use the engine."""
-        without = {r: entry.without_engine for r, entry in enumerate(self.entries)}
-        if all(without.values()) or not any(without.values()):
-            return
-        ranks: dict[str, list[int]] = {}
-        for rank, reason in without.items():
-            name = f"without the native engine ({reason})" if reason else "with the native engine"
-            ranks.setdefault(name, []).append(self.spec.global_ranks[rank])
-        builds = [f"{own_build()} {name}: global ranks {own}" for name, own in ranks.items()]
-        raise RendezvousError(
-            DIFFERENT,
-            group=self.spec.name,
-            rank=self.rank,
-            world_size=len(self.entries),
-            seen="; ".join(builds),
-            fix="Install the same wheel of Dure on all hosts, or pass backend='gloo', which needs "
-            "no engine.",
         )
 
     def connect(self) -> None:
@@ -263,6 +253,7 @@ class _GroupCreation:
         try:
             twin.open()
             _exchange(self._store, [twin])
+            twin.check()
             twin.connect()
             return twin.build()
         except BaseException:
@@ -282,30 +273,41 @@ class _GroupCreation:
 
 
 def _exchange(store: Store, creations: Sequence[_GroupCreation]) -> None:
-    """Exchange the entries of the members of all groups, and compare them."""
+    """Exchange the entries of the members of all groups.
+
+    If that fails the entries are removed, so that the next attempt of this name does not find them.
+    """
     creations = [c for c in creations if not c.alone]
     if not creations:
         return
-    site = call_site()
-    began = time.monotonic()
-    store.multi_set([c.keys[c.rank] for c in creations], [c.entry(site) for c in creations])
-    for limit in sorted({c.spec.creation_limit for c in creations}):
-        due = [c for c in creations if c.spec.creation_limit == limit]
-        left = limit - timedelta(seconds=time.monotonic() - began)
-        try:
-            keys = [key for c in due for key in c.keys]
-            wait_watching(store, keys, left, [c.watched for c in creations])
-        except StoreTimeout:
-            for creation in due:
-                _name_missing(store, creation, limit)
-            raise
-    values = iter(store.multi_get([key for c in creations for key in c.keys]))
+    site, keys = call_site(), [key for c in creations for key in c.keys]
+    mine = [c.keys[c.rank] for c in creations]
+    store.multi_set(mine, [c.entry(site) for c in creations])
+    try:
+        _wait_for_members(store, creations, keys)
+        values = iter(store.multi_get(keys))
+    except BaseException:
+        with suppress(StoreError):
+            for key in mine:
+                store.delete_key(key)
+        raise
     for creation in creations:
         creation.entries = [
             msgspec.msgpack.decode(next(values), type=_MemberEntry) for _ in creation.keys
         ]
-    for creation in creations:
-        creation.check()
+
+
+def _wait_for_members(
+    store: Store, creations: Sequence[_GroupCreation], keys: Sequence[str]
+) -> None:
+    """Return when all `keys` exist; of several groups the longest creation limit counts."""
+    limit = max(c.spec.creation_limit for c in creations)
+    try:
+        wait_watching(store, keys, limit, [c.watched for c in creations])
+    except StoreTimeout:
+        for creation in creations:
+            _name_missing(store, creation, limit)
+        raise
 
 
 def _name_missing(store: Store, creation: _GroupCreation, limit: timedelta) -> None:
@@ -393,20 +395,11 @@ class WatchedStore(PrefixStore):
 def forget_keys(group: ProcessGroup, rendezvous: Rendezvous) -> None:
     """Note that this rank has left; the last one removes the group's keys from the store.
 
-    Members that have ended without leaving count as having left, in groups of at most 62 ranks. A
-    lost store keeps nothing.
+    The keys stay if a member ends without leaving. A lost store keeps nothing.
     """
     with suppress(StoreError):
-        if not rendezvous.reachable:
-            return
         # `add` returns the sum, so exactly one rank is the last, and none reads the keys later.
-        if group.size() <= _MOST_BITS:
-            left = group.store.add("left", 1 << group.rank())
-            others = [r for r in range(group.size()) if not left >> r & 1]
-            last = all(rendezvous.ended(group.global_ranks[r]) for r in others)
-        else:
-            last = group.store.add("left", 1) == group.size()
-        if last:
+        if rendezvous.reachable and group.store.add("left", 1) == group.size():
             for key in group.store.list_keys():
                 group.store.delete_key(key)
 

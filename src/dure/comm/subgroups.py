@@ -33,14 +33,13 @@ def _next_name(world: World, ranks: tuple[int, ...], local: bool) -> str:
     """Return the name of a new group, the same on all its members.
 
     If all ranks of the world call, it is one counter. With local synchronization only the members
-    call, so there is a counter for each set of ranks.
+    call, so there is a counter for each set of ranks. It only counts attempts in which all members
+    have met (`create_groups`): members that did not meet agree on the next name.
     """
     if not local:
         world.num_created += 1
         return f"{world.num_created}"
-    number = world.created_locally.get(ranks, 0) + 1
-    world.created_locally[ranks] = number
-    return f"{'-'.join(map(str, ranks))}/{number}"
+    return f"{'-'.join(map(str, ranks))}/{world.created_locally.get(ranks, 0) + 1}"
 
 
 def new_group(
@@ -183,6 +182,7 @@ def _new_groups(
             device_id=each.device_id,
             creation_timeout=soon,
             why="asked for" if each.backend else "as the default group",
+            local=local,
         )
         for ranks, each, limit, soon in zip(lists, options, limits, creation, strict=True)
     ]

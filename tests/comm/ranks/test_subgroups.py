@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,13 @@ import torch
 
 import dure as dist
 from dure.comm.subgroups import new_groups
-from dure.errors import Desync, NotInGroupError, UsageError
+from dure.errors import Desync, NotInGroupError, RendezvousTimeout, UsageError
 from dure.testing import run_ranks
 from tests.thread_ranks import on_ranks
+from tests.waiting import PATIENCE_S
 
 FILE = Path(__file__).name
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 def test_new_group_members_only_see_each_other():
@@ -44,6 +48,27 @@ def test_new_group_with_local_synchronization_needs_members_only():
         if rank == 2:
             return None
         group = dist.new_group([0, 1], use_local_synchronization=True)
+        t = torch.ones(1)
+        dist.all_reduce(t, group=group)
+        return t.item()
+
+    assert run_ranks(3, body) == [2.0, 2.0, None]
+
+
+def test_local_groups_that_were_not_made_leave_nothing_that_the_next_attempt_finds():
+    met = threading.Barrier(2)
+
+    def body(rank):
+        if rank == 2:
+            return None
+        with pytest.raises(RendezvousTimeout):
+            dist.new_group(
+                ([0, 1], [0, 1, 2])[rank],
+                timeout=timedelta(seconds=0.3),
+                use_local_synchronization=True,
+            )
+        met.wait(PATIENCE_S)
+        group = dist.new_group([0, 1], timeout=TIMEOUT, use_local_synchronization=True)
         t = torch.ones(1)
         dist.all_reduce(t, group=group)
         return t.item()

@@ -25,6 +25,8 @@ class GroupSpec:
         pg_options: Options of the backend.
         device_id: The device that this rank is bound to.
         why: Why it has this backend, for the log.
+        local: Whether only the members call, so that its name has the number of groups of these
+            ranks that were made in this way.
     """
 
     name: str
@@ -36,6 +38,7 @@ class GroupSpec:
     device_id: torch.device | None = None
     creation_timeout: timedelta | None = None
     why: str = ""
+    local: bool = False
 
     @property
     def creation_limit(self) -> timedelta:
