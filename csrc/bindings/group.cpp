@@ -74,15 +74,20 @@ ChannelView channel_of(Engine& e, int index) {
 // ------------------------------------------------------------
 
 // Methods of CPython's own kind, which takes less time than nanobind's and takes None too. `kCall`
-// gets the arguments; those after `kNumArgs` are an error.
+// gets the arguments; those after `kNumArgs` are an error. With `kStarts` the last one says whether
+// the call only starts the operation.
 using Arguments = PyObject* const*;
 
-template <auto kCall, int kNumArgs, bool kAsync>
+template <auto kCall, int kNumArgs, bool kStarts>
 PyObject* plain_method(PyObject* self, Arguments arguments, Py_ssize_t n) noexcept {
     if (n != kNumArgs) return PyErr_Format(PyExc_TypeError, "takes %d arguments", kNumArgs);
+    const int async = kStarts ? PyObject_IsTrue(arguments[kNumArgs - 1]) : 0;
+    if (async < 0) return nullptr;
     const ChannelView& view = *nb::inst_ptr<ChannelView>(self);
     try {
-        return kCall(view.engine, Engine::Place{view.index, kAsync}, arguments).release().ptr();
+        return kCall(view.engine, Engine::Place{view.index, async == 1}, arguments)
+            .release()
+            .ptr();
     } catch (nb::python_error& e) {
         e.restore();
     } catch (const std::bad_alloc&) {
@@ -130,34 +135,25 @@ constexpr auto receive = [](Engine& e, Engine::Place, Arguments a) {
     return e.plain_receive(a[0], a[1], a[2], a[3] == Py_True);
 };
 
-template <auto kCall, int kNumArgs, bool kAsync = false>
+template <auto kCall, int kNumArgs, bool kStarts>
 PyMethodDef method(const char* name) {
-    const auto function = &plain_method<kCall, kNumArgs, kAsync>;
+    const auto function = &plain_method<kCall, kNumArgs, kStarts>;
     return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
             METH_FASTCALL, nullptr};
 }
 
 PyMethodDef plain_methods[] = {
-    method<all_reduce, 3>("plain_all_reduce"),
-    method<all_reduce_into, 3>("plain_all_reduce_into"),
-    method<broadcast, 3>("plain_broadcast"),
-    method<all_gather, 3>("plain_all_gather"),
-    method<reduce_scatter, 4>("plain_reduce_scatter"),
-    method<all_to_all, 3>("plain_all_to_all"),
-    method<all_to_all_cut, 4>("plain_all_to_all_cut"),
-    method<scatter_cut, 4>("plain_scatter_cut"),
-    method<barrier, 0>("plain_barrier"),
-    method<send, 3>("plain_send"),
-    method<receive, 4>("plain_receive"),
-    method<all_reduce, 3, true>("start_all_reduce"),
-    method<all_reduce_into, 3, true>("start_all_reduce_into"),
-    method<broadcast, 3, true>("start_broadcast"),
-    method<all_gather, 3, true>("start_all_gather"),
-    method<reduce_scatter, 4, true>("start_reduce_scatter"),
-    method<all_to_all, 3, true>("start_all_to_all"),
-    method<all_to_all_cut, 4, true>("start_all_to_all_cut"),
-    method<scatter_cut, 4, true>("start_scatter_cut"),
-    method<barrier, 0, true>("start_barrier"),
+    method<all_reduce, 4, true>("plain_all_reduce"),
+    method<all_reduce_into, 4, true>("plain_all_reduce_into"),
+    method<broadcast, 4, true>("plain_broadcast"),
+    method<all_gather, 4, true>("plain_all_gather"),
+    method<reduce_scatter, 5, true>("plain_reduce_scatter"),
+    method<all_to_all, 4, true>("plain_all_to_all"),
+    method<all_to_all_cut, 5, true>("plain_all_to_all_cut"),
+    method<scatter_cut, 4, false>("plain_scatter_cut"),
+    method<barrier, 1, true>("plain_barrier"),
+    method<send, 3, false>("plain_send"),
+    method<receive, 4, false>("plain_receive"),
     {},
 };
 

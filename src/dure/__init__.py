@@ -120,6 +120,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "set_debug_level",
         "set_debug_level_from_env",
     ),
+    "dure.comm.coalescing": ("coalescing_manager",),
     "dure.comm.collectives": (
         "all_gather",
         "all_gather_coalesced",
@@ -130,7 +131,6 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "all_to_all_single",
         "barrier",
         "broadcast",
-        "coalescing_manager",
         "gather",
         "reduce",
         "reduce_scatter",
@@ -248,10 +248,11 @@ if TYPE_CHECKING:
     )
     from dure.comm.backends.registry import known_backends, register_backend
     from dure.comm.breakpoint import breakpoint
+    from dure.comm.coalescing import coalescing_manager
     from dure.comm.collectives import (
         all_gather, all_gather_coalesced, all_gather_single, all_reduce, all_reduce_coalesced,
-        all_to_all, all_to_all_single, barrier, broadcast, coalescing_manager, gather, reduce,
-        reduce_scatter, reduce_scatter_single, scatter,
+        all_to_all, all_to_all_single, barrier, broadcast, gather, reduce, reduce_scatter,
+        reduce_scatter_single, scatter,
     )
     from dure.comm.creation import default_pg_timeout
     from dure.comm.group import ProcessGroup

@@ -58,8 +58,7 @@ def empty(
         )
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     sizes = (int(n) for n in shape)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-    made = heap.heap_empty(*sizes, dtype=dtype or torch.get_default_dtype())
-    return heap.shown_to_children(made)
+    return heap.heap_empty(*sizes, dtype=dtype or torch.get_default_dtype())
 
 
 def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:

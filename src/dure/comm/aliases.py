@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
-from dure.comm.collectives import (
-    all_gather_single,
-    coalescing_manager,
-    reduce_scatter_single,
-)
+from dure.comm.coalescing import coalescing_manager
+from dure.comm.collectives import all_gather_single, reduce_scatter_single
 from dure.comm.group import ProcessGroup
 from dure.comm.ops import ReduceOp
-from dure.comm.world import GroupMember, current_world, resolve
-from dure.errors import UsageError
+from dure.comm.world import GroupMember, current_world, group_named, resolve
 from dure.store import Store
 
 __all__ = [  # the underscored ones are torch's own names
@@ -75,10 +71,7 @@ def _get_process_group_name(pg: ProcessGroup) -> str:
 
 def _resolve_process_group(group_name: str) -> ProcessGroup:
     """Return the group of a name."""
-    group = current_world().named(group_name)
-    if group is None:
-        raise UsageError("this rank has no such group", seen=repr(group_name))
-    return group
+    return group_named(group_name, "_resolve_process_group")
 
 
 def _set_pg_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:

@@ -166,24 +166,11 @@ def raise_first(errors: Sequence[BaseException]) -> None:
         first.add_note("raised in the background; the program had not asked for the result")
         for other in others:
             first.add_note(f"also in the background: {type(other).__name__}: {other}")
-        _show_after(sys.exc_info()[1], first)
+        failing = sys.exc_info()[1]
+        if failing is not None and first.__suppress_context__:  # Python would not show it
+            shown = "".join(traceback.format_exception(failing))
+            first.add_note(f"raised while the program was failing already:\n{shown}")
         raise first
-
-
-def _show_after(failing: BaseException | None, error: BaseException) -> None:
-    """Let the traceback of `error` begin with `failing`, which the program fails by already.
-
-    Python shows the context of an error only if it has no cause, so the oldest one gets it.
-    """
-    if failing is None:
-        return
-    while before := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        error = before
-    shown: BaseException | None = failing
-    while shown is not None and shown is not error:
-        shown = shown.__cause__ or shown.__context__
-    if shown is None:
-        error.__context__, error.__suppress_context__ = failing, False
 
 
 def abandon_tasks(world: World) -> None:

@@ -53,26 +53,7 @@ _FUNCTIONALIZE: Any = torch._C._functorch.TransformType.Functionalize  # pyright
 _is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_FUNCTIONAL = {
-    "all_reduce": "dure.comm.functional.all_reduce",
-    "all_reduce_coalesced": "dure.comm.functional.all_reduce",
-    "reduce": "dure.nn.functional.reduce",
-    "broadcast": "dure.comm.functional.broadcast",
-    "all_gather": "dure.nn.functional.all_gather",
-    "all_gather_single": "dure.comm.functional.all_gather_tensor",
-    "all_gather_coalesced": "dure.nn.functional.all_gather",
-    "gather": "dure.nn.functional.gather",
-    "scatter": "dure.nn.functional.scatter",
-    "reduce_scatter": "dure.nn.functional.reduce_scatter",
-    "reduce_scatter_single": "dure.comm.functional.reduce_scatter_tensor",
-    "all_to_all": "dure.nn.functional.all_to_all",
-    "all_to_all_single": "dure.comm.functional.all_to_all_single",
-    "send": "dure.comm.functional.permute_tensor",
-    "recv": "dure.comm.functional.permute_tensor",
-    "isend": "dure.comm.functional.permute_tensor",
-    "irecv": "dure.comm.functional.permute_tensor",
-}
-"""For each operation that writes into tensors the functional collective to use in graphs."""
+_INSTEAD = "Use dure.comm.functional or dure.nn.functional, whose collectives return new tensors."
 
 
 def capturing(tensors: Sequence[torch.Tensor]) -> bool:
@@ -121,10 +102,8 @@ def out_of_graphs(*functions: Callable[..., Any]) -> None:
     With ``fullgraph=True`` the compiler's error says so.
     """
     for function in functions:
-        op = function.__name__
-        wanted = _FUNCTIONAL.get(op)
-        reason = f"dure.{op} works on the memory of tensors, which a graph does not show."
-        untraced_below(function, f"{reason} Use {wanted} in compiled code." if wanted else reason)
+        reason = f"dure.{function.__name__} works on the memory of tensors, which a graph does not"
+        untraced_below(function, f"{reason} show. {_INSTEAD}")
 
 
 def in_fake_mode() -> bool:
@@ -153,7 +132,7 @@ def refuse_if_captured(op: str, tensors: Sequence[torch.Tensor]) -> None:
     Operations without tensors run under `FakeTensorMode` as they do elsewhere.
 
     Raises:
-        UsageError: With the name of the functional collective to use.
+        UsageError: It says what to use in graphs.
     """
     if _is_tracing():
         _refuse(op, "torch.jit.trace")
@@ -182,12 +161,9 @@ def refuse_in_jit_trace(op: str) -> None:
 
 
 def _refuse(op: str, seen: str) -> NoReturn:
-    wanted = _FUNCTIONAL.get(op)
     raise UsageError(
         f"{op} cannot be captured in a graph, nor run on tensors without values",
         op=op,
         seen=f"it was called under {seen}",
-        fix=f"Use {wanted}, which is an operator of the graph."
-        if wanted
-        else "Call it outside of the function that is captured.",
+        fix=f"{_INSTEAD} Or call it outside of the function that is captured.",
     )

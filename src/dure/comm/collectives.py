@@ -10,8 +10,9 @@ has ended. For all of them:
 * *Raises*: `UsageError` and its subclasses (`ShapeError`, `DtypeError`, `DeviceError`,
   `NotInGroupError`) for errors that this rank alone can find, before anything is sent.
 * *Memory*: inputs are read before outputs are written. An input may overlap an output; it is copied
-  first, unless it is the memory that MPI_IN_PLACE would name. Outputs that overlap each other are a
-  `ShapeError`, and so are tensors of two operations in one coalescing manager if one writes them.
+  first, unless it is the memory that MPI_IN_PLACE would name. Contiguous outputs that overlap each
+  other are a `ShapeError`. Operations that run at the same time (asynchronous ones, and those in
+  one coalescing manager) must not share a tensor that one of them writes.
 * *Autograd*: autograd sees a result as an in-place change of its tensor: a backward pass that needs
   the old value raises, as after `Tensor.add_`.
 * *Shapes*: inputs and outputs may be strided. `n` is the number of ranks, `S` the bytes of the
@@ -24,7 +25,7 @@ has ended. For all of them:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -32,10 +33,9 @@ import torch
 from dure.comm.capture import out_of_graphs
 from dure.comm.group import ProcessGroup
 from dure.comm.ops import ReduceOp
-from dure.comm.overlap import check_calls_apart
 from dure.comm.work import Work, combine
 from dure.comm.world import resolve
-from dure.errors import ShapeError, UsageError
+from dure.errors import ShapeError
 
 Tensors = Sequence[torch.Tensor]
 
@@ -324,7 +324,6 @@ def all_gather_coalesced(
             f"{len(input_tensor_list)} inputs",
         )
     calls = list(zip(zip(*output_tensor_lists, strict=True), input_tensor_list, strict=True))
-    check_calls_apart([(row, (t,)) for row, t in calls], "all_gather_coalesced")
     outputs = [t for row in output_tensor_lists for t in row]
     with nullcontext() if async_op else pg.hold("all_gather_coalesced"):
         works = [pg.all_gather(row, t, True, True) for row, t in calls]
@@ -630,80 +629,3 @@ def barrier(
 out_of_graphs(all_reduce, all_reduce_coalesced, reduce, broadcast, barrier)
 out_of_graphs(all_gather, all_gather_single, all_gather_coalesced, gather, scatter)
 out_of_graphs(reduce_scatter, reduce_scatter_single, all_to_all, all_to_all_single)
-
-
-class Coalesced:
-    """The operations that were started in a coalescing manager."""
-
-    def __init__(self) -> None:
-        self.works: list[Work] = []
-
-    def wait(self) -> None:
-        """Wait for all of them; the first error is raised."""
-        combine(self.works, [], False)
-
-
-class _CoalescingManager(AbstractContextManager[Coalesced, None]):
-    """The context manager; a generator would hide the program's call site."""
-
-    def __init__(self, group: ProcessGroup, async_ops: bool) -> None:
-        self._group, self._async_ops = group, async_ops
-        self._hold, self._yielded = group.hold("coalescing_manager"), Coalesced()
-
-    def __enter__(self) -> Coalesced:
-        pg = self._group
-        self._hold.__enter__()
-        if pg.coalesced is not None:
-            raise UsageError(
-                "coalescing managers of one group cannot be nested", group=pg.group_name
-            )
-        pg.coalesced = self._yielded.works
-        return self._yielded
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._group.coalesced = None
-            if error[0] is not None:
-                for work in self._yielded.works:  # the program cannot wait for them
-                    work.disown()
-            elif not self._async_ops:
-                self._yielded.wait()
-        finally:
-            self._hold.__exit__()
-
-
-def coalescing_manager(
-    group: ProcessGroup | None = None,
-    device: torch.device | None = None,
-    async_ops: bool = False,
-) -> AbstractContextManager[Coalesced]:
-    """Start the operations called in the block without waiting, and wait for all at its end.
-
-    Until it exits, other threads cannot call collectives of the group, as during one operation.
-
-    Args:
-        group: The group whose operations are held; others are not touched. The default group if
-            None.
-        device: Accepted for torch's sake, and ignored.
-        async_ops: Whether to leave the waiting to the caller (`.wait()` of the yielded object).
-
-    Returns:
-        A context manager that yields the operations that were started in it.
-
-    Raises:
-        UsageError: Managers of one group were nested, or another thread was inside a call.
-        CommError: One of the operations failed.
-
-    Collective:
-        As the operations within: all ranks, in the same order.
-
-    Example:
-        ```python
-        tensors = [torch.ones(2), torch.ones(3)]
-        with dist.coalescing_manager():
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-        assert tensors[1].tolist() == [2.0, 2.0, 2.0]  # on 2 ranks
-        ```
-    """
-    return _CoalescingManager(resolve(group, "coalescing_manager"), async_ops)

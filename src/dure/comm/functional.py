@@ -26,19 +26,19 @@ Errors of the communication are raised when a result is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+import dure.comm.operators  # noqa: F401 (it defines torch.ops.dure)  # pyright: ignore
 from dure.comm import differentiable as maps
 from dure.comm.checks import as_splits
 from dure.comm.group import ProcessGroup
-from dure.comm.operators import group_named
 from dure.comm.pending import AsyncCollectiveTensor, wait_tensor
 from dure.comm.untraced import constant
-from dure.comm.world import current_world, resolve
+from dure.comm.world import current_world, group_named, resolve
 from dure.errors import ShapeError, UsageError
 
 __all__ = [
@@ -105,24 +105,22 @@ def group_of(group: Group, op: str) -> ProcessGroup:
     if isinstance(group, HasGroup):
         return resolve(group.get_group(), op)
     if isinstance(group, str):
-        return _found(op, f"the name {group!r}", lambda g: g.group_name == group)
+        return group_named(group, op)
     if isinstance(group, (list, tuple)):
-        ranks = tuple(group)
-        return _found(op, f"ranks {list(ranks)}", lambda g: g.global_ranks == ranks)
+        return _group_of_ranks(tuple(group), op)
     return resolve(group, op)
 
 
-def _found(op: str, wanted: str, fits: Callable[[ProcessGroup], bool]) -> ProcessGroup:
-    """Return the oldest group of this rank that `fits`, which is the same on all ranks."""
+def _group_of_ranks(ranks: tuple[Any, ...], op: str) -> ProcessGroup:
+    """Return the oldest group of these ranks, which is the same on all of them."""
     world = current_world()
     world.need_default()
     for group in world.groups.values():
-        if fits(group):
+        if group.global_ranks == ranks:
             return group
     raise UsageError(
-        f"this rank has no group of {wanted}",
+        f"this rank has no group of ranks {list(ranks)}",
         op=op,
-        seen="its groups are " + ", ".join(map(repr, world.groups.values())),
         fix="Make the group first, with dure.new_group, on all ranks.",
     )
 

@@ -31,7 +31,6 @@ from dure.comm.creation import (
 from dure.comm.futures import waiters
 from dure.comm.gpus import each_has_its_own, visible_gpus
 from dure.comm.group import ProcessGroup
-from dure.comm.group_lines import report_host
 from dure.comm.names import Backend
 from dure.comm.recording import begin_recording, end_recording
 from dure.comm.subgroups import split_group
@@ -109,14 +108,7 @@ def init_process_group(
         ```
     """
     world = current_world()
-    if world.default is not None:
-        raise UsageError(
-            "the default process group is initialized already",
-            op="init_process_group",
-            fix="Call it once in each process, or destroy_process_group() first.",
-        )
-    if store is not None and init_method is not None:
-        raise UsageError("pass either store or init_method, not both", op="init_process_group")
+    _check_may_join(world, store, init_method)
     limit = as_timeout(timeout, default_pg_timeout)
     join_limit = RENDEZVOUS_LIMIT if timeout is None else limit
     named = set() if backend is None else set(parse_backend(Backend(backend)).values())
@@ -130,11 +122,11 @@ def init_process_group(
         found = _rendezvous_by_mpi(join_limit, group_name, gpus)
     else:
         found = rendezvous(init_method, rank, world_size, store, join_limit, group_name, gpus)
-    chosen, why = (backend, "asked for") if backend else _default_backend(found)
+    chosen, why = _chosen_backend(backend, found)
     spec = GroupSpec(
         name=group_name or "world",
         global_ranks=tuple(range(found.world_size)),
-        backend=Backend(chosen if backend else _with_nccl(chosen, found)),
+        backend=chosen,
         timeout=limit,
         desc="default_pg",
         pg_options=pg_options,
@@ -143,6 +135,18 @@ def init_process_group(
         why=why,
     )
     _join(world, found, spec)
+
+
+def _check_may_join(world: World, store: Store | None, init_method: str | None) -> None:
+    """Raise if this rank has joined a job, or passes two places to meet."""
+    if store is not None and init_method is not None:
+        raise UsageError("pass either store or init_method, not both", op="init_process_group")
+    if world.default is not None:
+        raise UsageError(
+            "the default process group is initialized already",
+            op="init_process_group",
+            fix="Call it once in each process, or destroy_process_group() first.",
+        )
 
 
 def _rendezvous_alone(url: str, rank: int, world_size: int) -> Rendezvous:
@@ -159,7 +163,6 @@ def _join(world: World, found: Rendezvous, spec: GroupSpec) -> None:
     try:
         with world.beginning:
             (world.default,) = create_groups(world, found.store, found.rank, [spec])
-        report_host(found)
         _to_leave.add(world)
         _leave_first()
         begin_recording(found.store)
@@ -228,6 +231,14 @@ def _rendezvous_by_mpi(timeout: timedelta, group_name: str, gpus: tuple[str, ...
         )
     left_s = max(1.0, timeout.total_seconds() - (time.monotonic() - began))
     return rendezvous_at(method, timedelta(seconds=left_s), group_name, gpus)
+
+
+def _chosen_backend(backend: str | None, found: Rendezvous) -> tuple[Backend, str]:
+    """Return the backend, and why it was chosen."""
+    if backend:
+        return Backend(backend), "asked for"
+    chosen, why = _default_backend(found)
+    return Backend(_with_nccl(chosen, found)), why
 
 
 def _default_backend(found: Rendezvous) -> tuple[str, str]:
@@ -361,22 +372,8 @@ def _leave_at_exit() -> None:
     finish_at_exit()
     for world in list(_to_leave):
         if world.default is not None:
-            if not _has_ended:
-                _silence_daemons()
             _has_ended = True
             leave(world, abort=True)
-
-
-def _silence_daemons() -> None:
-    """Let daemon threads end without a traceback if they use the groups that are left."""
-    plain = threading.excepthook
-
-    def hook(args: threading.ExceptHookArgs, /) -> None:
-        daemon = args.thread is not None and args.thread.daemon
-        if not (daemon and issubclass(args.exc_type, DureError)):
-            plain(args)
-
-    threading.excepthook = hook
 
 
 def _leave_first() -> None:

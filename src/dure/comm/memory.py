@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import warnings
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +27,7 @@ HeapAddress = tuple[int, int, int, int]
 change_word = native.change_word
 """Wait until a 32-bit word has one value, and give it another (`native.change_word`)."""
 
+NO_MEMORY_FIX = "Free memory, or raise the limits of the process (`ulimit -f -v`) or the container."
 _HAS_HEAP = native.available()[0]
 _PLACEHOLDER_BYTES = 56
 """The length of a storage that is made to be put over other memory."""
@@ -97,22 +96,9 @@ def heap_empty(
             op="shared_empty",
             seen=f"requested: {nbytes:,} bytes; the symmetric heap holds {used:,} bytes in "
             f"{pieces} tensors, and keeps {kept:,} bytes for new ones",
-            fix=f"{limits_of_heap()} Free memory, or raise the limit of the container.".lstrip(),
+            fix=NO_MEMORY_FIX,
         )
     return tensor_of(memory, shape, dtype)
-
-
-def limits_of_heap() -> str:
-    """Return a sentence that names the limits of this process for its heap; "" if none."""
-    limits = [
-        f"{resource.getrlimit(kind)[0]:,} bytes of {what} (`ulimit -{letter}`)"
-        for kind, what, letter in (
-            (resource.RLIMIT_FSIZE, "a file", "f"),
-            (resource.RLIMIT_AS, "address space", "v"),
-        )
-        if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY
-    ]
-    return f"Raise the limit of {' or '.join(limits)}: the heap has less." if limits else ""
 
 
 def heap_address(tensor: torch.Tensor) -> HeapAddress | None:
@@ -170,7 +156,11 @@ def shared_empty(
     Cost:
         Some 2 us if freed memory is reused; else 0.2 to 0.3 us for each page of 4 KiB.
     """
-    return shown_to_children(own_empty(*shape, dtype=dtype, group=group))
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = resolve(group, "shared_empty").allocate("shared_empty", nbytes, False)
+    if memory is None:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    return memory.view(dtype).view(shape)
 
 
 def host_shared_empty(
@@ -204,20 +194,6 @@ def host_shared_empty(
         UsageError: The backend has no memory that ranks share (gloo, nccl, mpi).
         CommError: The host has no memory left; the same on all ranks.
     """
-    return shown_to_children(node_empty(*shape, dtype=dtype, group=group))
-
-
-def own_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> torch.Tensor:
-    """Allocate as `shared_empty`, for Dure's own use: without a warning at a fork."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = resolve(group, "shared_empty").allocate("shared_empty", nbytes, False)
-    if memory is None:
-        return torch.zeros(shape, dtype=dtype, device="cpu")
-    return memory.view(dtype).view(shape)
-
-
-def node_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> torch.Tensor:
-    """Allocate as `host_shared_empty`, for Dure's own use: without a warning at a fork."""
     op, pg = "host_shared_empty", resolve(group, "host_shared_empty")
     memory = pg.allocate(op, math.prod(shape) * dtype.itemsize, True)
     if memory is None:
@@ -233,54 +209,17 @@ def node_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = Non
     return memory.view(dtype).view(shape)
 
 
-# ---- forked children -----------------------------------------------------------------------------
-
-_shown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-"""The program's storages in memory that forked children see, by their address."""
-
-
-def shown_to_children(tensor: torch.Tensor) -> torch.Tensor:
-    """Note, for a warning at a fork, that a child sees writes to `tensor`; return it."""
-    if heap_address(tensor) is not None:
-        note_shown(tensor)
-    return tensor
-
-
-def note_shown(tensor: torch.Tensor) -> None:
-    """Note that a child sees writes to `tensor`, as long as it or a view of it exists.
-
-    A storage is one object in Python as long as it lives, whether or not the program holds it.
-    """
-    storage = tensor.untyped_storage()
-    key = storage._cdata  # pyright: ignore[reportPrivateUsage]
-    _shown[key] = weakref.ref(storage, lambda _: _shown.pop(key, None))
-
-
-def _number_shown() -> int:
-    return sum(_is_shown(reference()) for reference in list(_shown.values()))
-
-
-def _is_shown(storage: torch.UntypedStorage | None) -> bool:
-    if storage is None or not storage.resizable():  # not resizable: shared by another process
-        return storage is not None
-    nbytes = storage.nbytes()  # 0, or ordinary memory, once it was resized
-    return nbytes > 0 and native.heap_offset(storage.data_ptr(), nbytes) >= 0
-
-
 def _warn_before_fork() -> None:
-    """Warn, once, of memory that a forked child will share instead of having a copy of it."""
+    """Warn, once, of results that are more than a fork copies."""
     global _has_warned
-    shown, not_copied = _number_shown(), native.not_copied_in_children()
-    if _has_warned or not (shown or not_copied):
+    not_copied = native.not_copied_in_children()
+    if _has_warned or not not_copied:
         return
     _has_warned = True
-    seen = [f"{shown} tensors of shared_empty and the like"] if shown else []
-    if not_copied:
-        seen.append(f"{not_copied:,} bytes of results, which are more than a fork copies")
     warnings.warn(
-        f"this process forks while it has {' and '.join(seen)}: if it writes or frees these, they "
-        "change in the child too. Clone tensors that a child needs, or start children by 'spawn' "
-        "or 'forkserver'.",
+        f"this process forks while it has {not_copied:,} bytes of results, which are more than a "
+        "fork copies: if it writes or frees these, they change in the child too. Clone tensors "
+        "that a child needs, or start children by 'spawn' or 'forkserver'.",
         ForkWarning,
         stacklevel=2,
     )

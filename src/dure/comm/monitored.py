@@ -3,9 +3,8 @@
 It runs over the store, not over the backend, so that it works when the backend is stuck: rank 0
 waits for one key of every other rank, then answers with one key for all.
 
-Rank 0 removes the keys: those of ranks that called once it has answered, and the answer when all
-ranks have called a later barrier, so that all have read it. If ranks are missing, the last answers
-are kept for them, because they may only be late.
+When all ranks have called, rank 0 removes their keys, and the answer of the barrier before, which
+all have read. The keys of a barrier that failed stay as long as the group, for ranks that are late.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from datetime import timedelta
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from dure.comm.checks import duration
@@ -23,9 +21,6 @@ from dure.errors import CommTimeout, StoreError, StoreTimeout, UsageError
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
     from dure.comm.group.core import GroupCore
-
-_MOST_ANSWERS = 16
-"""How many answers are kept for ranks that may still come to read them."""
 
 
 def monitored_barrier(
@@ -88,32 +83,21 @@ def monitored_barrier(
 def _lead(group: GroupCore, prefix: str, limit_s: float, wait_all: bool) -> tuple[int, ...]:
     end = time.monotonic() + limit_s
     keys = {f"{prefix}/{r}": r for r in range(1, group.size())}
-    came: list[str] = []
     missing: list[int] = []
     for key, r in keys.items():
         left = max(end - time.monotonic(), 0.001)  # time is up: one look at each of the others
         try:
             group.store.wait([key], timedelta(seconds=left))
-            came.append(key)
         except StoreTimeout:
             missing.append(r)
             if not wait_all:
                 break
     group.store.set(f"{prefix}/answer", ",".join(map(str, missing)))
-    left_over = [f"{prefix}/answer", *(keys.keys() - came)]
-    with suppress(StoreError):
-        _remove(group, came, left_over, all_came=not missing)
+    if not missing:  # all have come to this barrier, so they have read the last one's answer
+        with suppress(StoreError):
+            for key in [*keys, f"monitored/{group.num_monitored - 1}/answer"]:
+                group.store.delete_key(key)
     return tuple(missing)
-
-
-def _remove(group: GroupCore, came: list[str], left_over: list[str], all_came: bool) -> None:
-    """Remove the keys that no rank will read any more."""
-    kept = group.monitored_keys
-    read = kept[:] if all_came else kept[: 1 - _MOST_ANSWERS]
-    del kept[: len(read)]
-    kept.append(left_over)
-    for key in [*came, *chain.from_iterable(read)]:
-        group.store.delete_key(key)
 
 
 def _follow(group: GroupCore, prefix: str, limit_s: float) -> tuple[int, ...]:

@@ -26,33 +26,11 @@ from torch.fx.node import has_side_effect
 from dure.comm import differentiable as maps
 from dure.comm.group import ProcessGroup
 from dure.comm.ops import as_reduce_op
-from dure.comm.world import current_world
+from dure.comm.world import group_named
 from dure.errors import UsageError
 
 _library = torch.library.Library("dure", "FRAGMENT")
 Arguments = tuple[Any, ...]
-
-
-def group_named(name: str, op: str) -> ProcessGroup:
-    """Return the group, or channel of one, that an operator names.
-
-    Raises:
-        UsageError: This rank has no such group now.
-    """
-    world = current_world()
-    world.need_default()
-    group = world.named(name)
-    if group is not None:
-        return group
-    parent = world.groups.get(name.removesuffix("[1]"))
-    if parent is not None:
-        return parent.channel(1)
-    raise UsageError(
-        f"this rank has no group named {name!r}",
-        op=op,
-        seen="its groups are " + ", ".join(map(repr, world.groups.values())),
-        fix="A graph finds its groups by name. Capture the function again with groups that exist.",
-    )
 
 
 def _sized(name: str, op: str, num_ranks: int) -> ProcessGroup:
@@ -75,15 +53,27 @@ def call_operators(what: maps.Map, *inputs: torch.Tensor) -> tuple[torch.Tensor,
     return what.captured(inputs)
 
 
+def _run_one(what: maps.Map, tensor: torch.Tensor) -> torch.Tensor:
+    return what.start((tensor,), False)[0][0]
+
+
+def _gradient_of_one(what: maps.Map, grad: torch.Tensor) -> torch.Tensor:
+    return what.gradients((grad,))[0]
+
+
+def _same(tensor: torch.Tensor, *values: Any) -> Sequence[Any]:
+    return tensor.shape
+
+
 def _operator(
     name: str,
     parameters: str,
     map_of: Callable[..., maps.Map],
-    shape_of: Callable[..., Sequence[Any]],
-    run: Callable[[maps.Map, torch.Tensor], torch.Tensor],
-    gradient: Callable[[maps.Map, torch.Tensor], torch.Tensor],
+    shape_of: Callable[..., Sequence[Any]] = _same,
+    run: Callable[[maps.Map, torch.Tensor], torch.Tensor] = _run_one,
+    gradient: Callable[[maps.Map, torch.Tensor], torch.Tensor] = _gradient_of_one,
 ) -> None:
-    """Define an operator.
+    """Define an operator; by default its result is one tensor, of the shape of its input.
 
     Args:
         name: In the namespace "dure".
@@ -118,18 +108,6 @@ def _operator(
     torch.library.register_vmap(f"dure::{name}", batched, lib=_library)
     operator = getattr(torch.ops.dure, name).default
     has_side_effect(operator)
-
-
-def _run_one(what: maps.Map, tensor: torch.Tensor) -> torch.Tensor:
-    return what.start((tensor,), False)[0][0]
-
-
-def _gradient_of_one(what: maps.Map, grad: torch.Tensor) -> torch.Tensor:
-    return what.gradients((grad,))[0]
-
-
-def _same(tensor: torch.Tensor, *values: Any) -> Sequence[Any]:
-    return tensor.shape
 
 
 def _all_reduce(reduce_op: str, group_name: str) -> maps.Map:
@@ -188,64 +166,40 @@ def _own_part(tensor: torch.Tensor, op: str, dim: int, *rest: Any) -> Sequence[A
     return _resized(tensor, dim, what.sizes_for(tensor)[what.group.rank()])
 
 
-def _define() -> None:
-    _operator(
-        "all_reduce",
-        "str reduce_op, str group_name",
-        _all_reduce,
-        _same,
-        _run_one,
-        _gradient_of_one,
-    )
-    _operator("broadcast", "int src, str group_name", _broadcast, _same, _run_one, _gradient_of_one)
-    _operator(
-        "reduce",
-        "str reduce_op, int dst, str group_name",
-        _reduce,
-        _same,
-        _run_one,
-        _gradient_of_one,
-    )
-    _operator(
-        "gather",
-        "int dst, int num_ranks, str group_name",
-        _gather,
-        lambda x, dst, n, name: (n, *x.shape),
-        lambda what, x: torch.stack(what.start((x,), False)[0]),
-        lambda what, grad: what.gradients(grad.unbind(0))[0],
-    )
-    _operator(
-        "scatter",
-        "int src, str group_name",
-        _scatter,
-        lambda x, src, name: x.shape[1:],
-        lambda what, x: what.start(x.unbind(0), False)[0][0],
-        lambda what, grad: torch.stack(what.gradients((grad,))),
-    )
-    _operator(
-        "all_gather",
-        "int dim, int num_ranks, SymInt[] sizes, str group_name",
-        _all_gather,
-        _gathered,
-        _run_one,
-        _gradient_of_one,
-    )
-    _operator(
-        "reduce_scatter",
-        "str reduce_op, int dim, int num_ranks, SymInt[] sizes, str group_name",
-        _reduce_scatter,
-        _own_part,
-        _run_one,
-        _gradient_of_one,
-    )
-    _operator(
-        "all_to_all",
-        "SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name",
-        _all_to_all,
-        lambda x, takes, gives, name: _resized(x, 0, sum(takes) if takes else x.shape[0]),
-        _run_one,
-        _gradient_of_one,
-    )
-
-
-_define()
+_operator("all_reduce", "str reduce_op, str group_name", _all_reduce)
+_operator("broadcast", "int src, str group_name", _broadcast)
+_operator("reduce", "str reduce_op, int dst, str group_name", _reduce)
+_operator(
+    "gather",
+    "int dst, int num_ranks, str group_name",
+    _gather,
+    lambda x, dst, n, name: (n, *x.shape),
+    lambda what, x: torch.stack(what.start((x,), False)[0]),
+    lambda what, grad: what.gradients(grad.unbind(0))[0],
+)
+_operator(
+    "scatter",
+    "int src, str group_name",
+    _scatter,
+    lambda x, src, name: x.shape[1:],
+    lambda what, x: what.start(x.unbind(0), False)[0][0],
+    lambda what, grad: torch.stack(what.gradients((grad,))),
+)
+_operator(
+    "all_gather",
+    "int dim, int num_ranks, SymInt[] sizes, str group_name",
+    _all_gather,
+    _gathered,
+)
+_operator(
+    "reduce_scatter",
+    "str reduce_op, int dim, int num_ranks, SymInt[] sizes, str group_name",
+    _reduce_scatter,
+    _own_part,
+)
+_operator(
+    "all_to_all",
+    "SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name",
+    _all_to_all,
+    lambda x, takes, gives, name: _resized(x, 0, sum(takes) if takes else x.shape[0]),
+)

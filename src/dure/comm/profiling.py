@@ -83,26 +83,6 @@ _NAMES = {
 }
 """Torch's name of an operation, and "Collective name" in NCCL's records."""
 
-_DTYPES = {
-    torch.uint8: "Byte",
-    torch.int8: "Char",
-    torch.int16: "Short",
-    torch.int32: "Int",
-    torch.int64: "Long",
-    torch.float16: "Half",
-    torch.float32: "Float",
-    torch.float64: "Double",
-    torch.complex32: "ComplexHalf",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
-    torch.bool: "Bool",
-    torch.bfloat16: "BFloat16",
-    torch.uint16: "UInt16",
-    torch.uint32: "UInt32",
-    torch.uint64: "UInt64",
-}
-"""How C++ writes them; others are written as Python does, with a capital: "Float8_e4m3fn"."""
-
 
 @untraced_below
 def operation(
@@ -182,9 +162,9 @@ def _fields(group: GroupCore, call: Call, collective: str, deferred: bool) -> di
 
 
 def _size(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    dtype = tensors[0].dtype if tensors else torch.uint8
+    kind = tensors[0].type() if tensors else "torch.ByteTensor"  # "Byte": as C++ writes uint8
     return {
-        "dtype": _DTYPES.get(dtype) or str(dtype).removeprefix("torch.").capitalize(),
+        "dtype": kind.rpartition(".")[2].removesuffix("Tensor"),
         "bytes": sum(t.numel() * t.element_size() for t in tensors),
     }
 

@@ -13,7 +13,7 @@ import torch
 from dure import env
 from dure.comm.backends.mpi import library as mpi_library
 from dure.comm.backends.registry import known_backends
-from dure.comm.group import ProcessGroup, call_log
+from dure.comm.group import ProcessGroup
 from dure.comm.world import GroupMember, World, current_world, resolve, world_to_compile
 from dure.errors import UsageError
 from dure.native import available as native_available
@@ -183,10 +183,7 @@ class DebugLevel(Enum):
     INFO = 1
     """Groups as they are made, and what was chosen: DURE_LOG=info."""
     DETAIL = 2
-    """The same on all ranks, which way calls take, and times of steps of DDP: DURE_LOG=debug.
-
-    Calls take longer, because those on plain tensors do not skip Python.
-    """
+    """The same on all ranks, and times of steps of DDP: DURE_LOG=debug."""
 
 
 _level: DebugLevel | None = None
@@ -219,7 +216,6 @@ def set_debug_level(level: DebugLevel) -> None:
         )
     _level = DebugLevel[name]
     logs.show_debug_level(name)
-    call_log.watch()
 
 
 def set_debug_level_from_env() -> None:

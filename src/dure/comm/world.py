@@ -48,11 +48,6 @@ class World:
         self.num_created = 0
         self.created_locally: dict[tuple[int, ...], int] = {}
 
-    def named(self, name: str) -> ProcessGroup | None:
-        """Return the group of that name; "0" is the default group, as in torch."""
-        group = self.groups.get(name)
-        return self.default if group is None and name == "0" else group
-
     def need_default(self) -> ProcessGroup:
         """Return the default group, or raise; wait while it is being created."""
         if self.default is None:
@@ -165,3 +160,28 @@ def resolve(group: object, op: str) -> ProcessGroup:
     if not hasattr(group, "global_ranks"):
         raise UsageError(f"{group!r} is not a process group", op=op, fix="Pass group=None for all.")
     return group  # pyright: ignore[reportReturnType]
+
+
+def group_named(name: str, op: str) -> ProcessGroup:
+    """Return the group of this name, or the channel; "0" is the default group, as in torch.
+
+    Raises:
+        UsageError: This rank has no such group now.
+    """
+    world = current_world()
+    default = world.need_default()
+    found = world.groups.get(name)
+    if found is not None:
+        return found
+    parent = world.groups.get(name.removesuffix("[1]"))
+    if parent is not None:
+        return parent.channel(1)
+    if name == "0":
+        return default
+    raise UsageError(
+        f"this rank has no group named {name!r}",
+        op=op,
+        seen="its groups are " + ", ".join(map(repr, world.groups.values())),
+        fix="Make the group first. A graph finds its groups by name: capture the function again "
+        "with groups that exist.",
+    )

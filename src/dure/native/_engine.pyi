@@ -95,66 +95,40 @@ class Channel:
 
         `keep` is kept alive until the end. The `plain_` calls use the thread's subject.
         """
-    def plain_all_reduce(self, tensor: object, op: object, counts: bool, /) -> bool | Outcome:
-        """Reduce a plain tensor; False, without any effect, if it is not plain."""
+    def plain_all_reduce(
+        self, tensor: object, op: object, counts: bool, async_op: bool, /
+    ) -> bool | Outcome | Request:
+        """Reduce a plain tensor, or start to; False, without any effect, if it is not plain."""
     def plain_all_reduce_into(
-        self, output: object, tensor: object, op: object, /
-    ) -> bool | Outcome:
+        self, output: object, tensor: object, op: object, async_op: bool, /
+    ) -> bool | Outcome | Request:
         """Reduce plain tensors into a plain tensor of the same length."""
-    def plain_broadcast(self, tensor: object, root: int, counts: bool, /) -> bool | Outcome:
+    def plain_broadcast(
+        self, tensor: object, root: int, counts: bool, async_op: bool, /
+    ) -> bool | Outcome | Request:
         """Broadcast a plain tensor."""
-    def plain_all_gather(self, output: object, tensor: object, counts: bool, /) -> bool | Outcome:
+    def plain_all_gather(
+        self, output: object, tensor: object, counts: bool, async_op: bool, /
+    ) -> bool | Outcome | Request:
         """Gather plain tensors into a tensor that is n times as long."""
     def plain_reduce_scatter(
-        self, output: object, tensor: object, op: object, counts: bool, /
-    ) -> bool | Outcome:
+        self, output: object, tensor: object, op: object, counts: bool, async_op: bool, /
+    ) -> bool | Outcome | Request:
         """Reduce part i of the plain tensors into the output of rank i."""
-    def plain_all_to_all(self, output: object, tensor: object, counts: bool, /) -> bool | Outcome:
+    def plain_all_to_all(
+        self, output: object, tensor: object, counts: bool, async_op: bool, /
+    ) -> bool | Outcome | Request:
         """Exchange equal parts of plain tensors."""
     def plain_all_to_all_cut(
-        self, output: object, tensor: object, taken_rows: int, given_rows: int, /
-    ) -> bool | Outcome:
+        self, output: object, tensor: object, taken_rows: int, given_rows: int, async_op: bool, /
+    ) -> bool | Outcome | Request:
         """Exchange parts of plain tensors [rows, n, *], divided along the second dimension."""
     def plain_scatter_cut(
         self, output: object, tensor: object, root: int, given_rows: int, /
     ) -> bool | Outcome:
         """Scatter the root's plain tensor [rows, n, *], divided along the second dimension."""
-    def plain_barrier(self) -> bool | Outcome:
+    def plain_barrier(self, async_op: bool, /) -> bool | Outcome | Request:
         """Wait for all ranks."""
-    def start_all_reduce(
-        self, tensor: object, op: object, counts: bool, /
-    ) -> bool | Outcome | Request:
-        """Start `plain_all_reduce`."""
-    def start_all_reduce_into(
-        self, output: object, tensor: object, op: object, /
-    ) -> bool | Outcome | Request:
-        """Start `plain_all_reduce_into`."""
-    def start_broadcast(
-        self, tensor: object, root: int, counts: bool, /
-    ) -> bool | Outcome | Request:
-        """Start `plain_broadcast`."""
-    def start_all_gather(
-        self, output: object, tensor: object, counts: bool, /
-    ) -> bool | Outcome | Request:
-        """Start `plain_all_gather`."""
-    def start_reduce_scatter(
-        self, output: object, tensor: object, op: object, counts: bool, /
-    ) -> bool | Outcome | Request:
-        """Start `plain_reduce_scatter`."""
-    def start_all_to_all(
-        self, output: object, tensor: object, counts: bool, /
-    ) -> bool | Outcome | Request:
-        """Start `plain_all_to_all`."""
-    def start_all_to_all_cut(
-        self, output: object, tensor: object, taken_rows: int, given_rows: int, /
-    ) -> bool | Outcome | Request:
-        """Start `plain_all_to_all_cut`."""
-    def start_scatter_cut(
-        self, output: object, tensor: object, root: int, given_rows: int, /
-    ) -> bool | Outcome | Request:
-        """Start `plain_scatter_cut`."""
-    def start_barrier(self) -> bool | Outcome | Request:
-        """Start `plain_barrier`."""
     def plain_send(self, tensor: object, to: int, tag: int, /) -> bool | Outcome:
         """Send a plain tensor."""
     def plain_receive(

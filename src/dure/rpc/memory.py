@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from dure import native
-from dure.comm.memory import note_shown, shown_to_children, tensor_of
+from dure.comm.memory import tensor_of
 from dure.errors import RpcError, UsageError
 from dure.rpc.checks import check
 
@@ -90,7 +90,7 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
     memory = native.heap_share(tensor.nbytes)
     if memory is None:
         raise RpcError("the host has no memory left", op="share", seen=f"{tensor.nbytes:,} bytes")
-    shared = shown_to_children(tensor_of(memory, tuple(tensor.shape), tensor.dtype))
+    shared = tensor_of(memory, tuple(tensor.shape), tensor.dtype)
     shared.copy_(tensor.detach())
     return shared.requires_grad_(tensor.requires_grad)
 
@@ -110,10 +110,7 @@ def take(giver: native.Process, row: MemoryRow) -> torch.Tensor:
     """Return memory [bytes] that a process of this host has given or shared."""
     taken = native.heap_take(giver, row.offset, row.nbytes, row.hold)
     memory = torch.frombuffer(taken, dtype=torch.uint8)  # 7 us faster than a resizable one
-    if row.hold:
-        note_shown(memory)
-        return memory
-    crowded = native.heap_taken() > _MOST_TAKEN_BYTES
+    crowded = not row.hold and native.heap_taken() > _MOST_TAKEN_BYTES
     return memory.clone() if crowded else memory
 
 

@@ -48,8 +48,8 @@ def run_ranks(
             None: the environment variable DURE_TEST_TIMEOUT, or 30.
         eager_bytes: Larger sends wait until they are received, as they may on any backend; with 0
             all sends do. This finds programs that only work because sends are buffered: if all
-            ranks wait for each other, all raise `Desync` at once, which says what each waits for.
-            Only on "threads", where sends otherwise never wait.
+            ranks wait for each other, they raise `CommTimeout`. Only on "threads", where sends
+            otherwise never wait.
 
     Returns:
         The results in rank order.

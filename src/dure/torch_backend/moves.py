@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from dure.comm.overlap import check_calls_apart
 from dure.torch_backend.calls import mode_of, only, root_of, slots
 from dure.torch_backend.identity import TorchGroupBase
 from dure.torch_backend.profiling import profiled
@@ -62,9 +61,6 @@ class Moves(TorchGroupBase):
     ) -> c10d.Work:
         """Run `all_gather_single` for each pair."""
         mode = mode_of(opts)
-        check_calls_apart(
-            [((o,), (i,)) for o, i in zip(outputs, inputs, strict=True)], "all_gather"
-        )
         works = [
             self.ours.all_gather_single(o, i, async_op=True)
             for o, i in zip(outputs, inputs, strict=True)
@@ -80,7 +76,6 @@ class Moves(TorchGroupBase):
         """Run `allgather` for each of `inputs`; `output_lists[r]` gets the tensors of rank r."""
         mode = mode_of(opts)
         calls = list(zip(zip(*output_lists, strict=True), inputs, strict=True))
-        check_calls_apart([(row, (tensor,)) for row, tensor in calls], "all_gather")
         works = [self.ours.all_gather(row, tensor, async_op=True) for row, tensor in calls]
         return self._joined(works, [t for row in output_lists for t in row], mode)
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from dure.comm.overlap import check_calls_apart
 from dure.torch_backend.calls import mode_of, only, reduction_of, slots
 from dure.torch_backend.identity import TorchGroupBase
 from dure.torch_backend.profiling import profiled
@@ -95,8 +94,6 @@ class ReductionOperations(TorchGroupBase):
     ) -> c10d.Work:
         """Run `reduce_scatter_single` for each pair."""
         mode, op = mode_of(opts), reduction_of(opts)
-        pairs = [((o,), (i,)) for o, i in zip(outputs, inputs, strict=True)]
-        check_calls_apart(pairs, "reduce_scatter")
         works = [
             self.ours.reduce_scatter_single(o, i, op, async_op=True)
             for o, i in zip(outputs, inputs, strict=True)

@@ -5,8 +5,7 @@ Dure writes to loggers of Python's `logging` that are named after its packages, 
 
 * INFO: one line for each new process group, and one for each decision of interest to users: the
   backend and why it was chosen, the strategy of FSDP, the buckets.
-* DEBUG: the same lines on the other ranks, and one line when calls of an operation, dtype and size
-  use an algorithm for the first time.
+* DEBUG: the same lines on the other ranks, and the times of steps.
 
 A line that is the same on all ranks of a group is written at INFO by the group's first rank, and at
 DEBUG by the others (`decided`).

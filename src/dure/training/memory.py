@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dure.comm.memory import node_empty, own_empty
+from dure.comm.memory import host_shared_empty, shared_empty
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -42,7 +42,7 @@ def own_zeros(
     Collective: all ranks of the group, where it is shared memory (on the CPU).
     """
     if device.type == "cpu":
-        return own_empty(numel, dtype=dtype, group=group)
+        return shared_empty(numel, dtype=dtype, group=group)
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
@@ -54,7 +54,7 @@ def node_shared_zeros(group: ProcessGroup, num_bytes: int) -> torch.Tensor:
     Raises:
         UsageError: The group's backend has no memory that ranks share.
     """
-    return node_empty(num_bytes, dtype=torch.uint8, group=group)
+    return host_shared_empty(num_bytes, dtype=torch.uint8, group=group)
 
 
 def side_by_side(nbytes: Iterable[int]) -> list[int]:

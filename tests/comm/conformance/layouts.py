@@ -196,7 +196,6 @@ def case_sparse_tensors_of_other_layouts_are_refused(rank, n):
         for async_op in (False, True):
             with pytest.raises(Desync) as caught:
                 dist.all_reduce(mine, async_op=async_op)
-            assert sorted(caught.value.calls) == list(range(n))
             assert str(list(mine.shape)) in caught.value.calls[rank]
         assert torch.equal(mine.to_dense(), before)
         same = first.clone()

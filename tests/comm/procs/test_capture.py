@@ -116,9 +116,9 @@ def test_fullgraph_takes_questions_about_the_default_group_and_notes_another_one
 
 def _whole(rank: int) -> None:
     torch._dynamo.reset()
-    for program, wanted in ((_reduce, "all_reduce"), (_gather, "all_gather_tensor")):
+    for program in (_reduce, _gather):
         compiled = torch.compile(program, backend="eager", fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=f"functional.{wanted}"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"dure\.comm\.functional"):
             compiled(torch.ones(1))
     y = F.all_reduce(torch.ones(1), "sum")
     compiled = torch.compile(lambda y: y * 2, backend="eager", fullgraph=True)

@@ -58,7 +58,7 @@ def _declined(rank: int) -> list[str]:
     return [
         k
         for k, make in NOT_PLAIN.items()
-        if _plain().plain_broadcast(make(), 0, False) is not False
+        if _plain().plain_broadcast(make(), 0, False, False) is not False
     ]
 
 
@@ -72,11 +72,11 @@ def _one_where_another_was(rank: int) -> None:
         tensor = pair.imag
         address = id(tensor)
         for _ in range(3):
-            assert plain.plain_broadcast(tensor, 0, False) is True
+            assert plain.plain_broadcast(tensor, 0, False, False) is True
         del tensor
         tensor = conjugate.imag
         in_its_place += id(tensor) == address
-        assert plain.plain_broadcast(tensor, 0, False) is False
+        assert plain.plain_broadcast(tensor, 0, False, False) is False
         del tensor
     assert in_its_place > 0
 

@@ -9,16 +9,14 @@ import pytest
 from torch import nn
 
 import dure as dist
-from dure.comm import group_lines
 from dure.testing import run_ranks
 from dure.trace import events, logs
 
-pytestmark = pytest.mark.usefixtures("shown_again")
+pytestmark = pytest.mark.usefixtures("off_afterwards")
 
 
 @pytest.fixture
-def shown_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(group_lines, "_reported", set[int]())
+def off_afterwards() -> Iterator[None]:
     yield
     dist.set_debug_level(dist.DebugLevel.OFF)
 

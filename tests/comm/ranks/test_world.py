@@ -11,8 +11,7 @@ import pytest
 import dure as dist
 from dure.comm import init
 from dure.comm.aliases import _resolve_process_group
-from dure.comm.operators import group_named
-from dure.comm.world import World, new_world
+from dure.comm.world import World, group_named, new_world
 from dure.errors import UsageError
 from dure.testing import run_ranks
 from tests.thread_ranks import on_ranks

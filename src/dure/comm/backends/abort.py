@@ -103,15 +103,6 @@ class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
         return encoded.decode()
 
     @classmethod
-    def is_in(cls, text: str) -> bool:
-        """Return whether `text` is what `text()` of a record has made."""
-        try:
-            msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError:
-            return False
-        return True
-
-    @classmethod
     def read(cls, text: str | bytes) -> AbortRecord:
         """Decode what `text` has made."""
         try:

@@ -9,12 +9,11 @@ the same hosts. Nothing runs unless a connection has failed.
 
 from __future__ import annotations
 
-import errno
 import os
-import selectors
 import socket
 import time
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -107,11 +106,8 @@ def find_unconnected(options: BackendOptions, address: str) -> ConnectionDiagnos
     late = store.check([_OVER])
     if not late:
         until = time.monotonic() + _LIMIT_S
-        with ExitStack() as undo:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = undo.enter_context(socket.socket(family))
-            listener.bind((address, 0))
-            listener.listen(options.size)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=options.size) as listener:
             port = _Port(host_name(), address, listener.getsockname()[1])
             store.set(f"{_PORT}/{options.rank}", _pack(port))
             found = _published(options, _PORT, others, _LIMIT_S - _ANSWER_S)
@@ -143,31 +139,21 @@ def _published(
 
 def _tried(ports: dict[int, _Port]) -> list[Unreachable]:
     """Connect to all `ports` at once; return those that do not accept it."""
-    until, why = time.monotonic() + _ANSWER_S, dict[int, str]()
-    with ExitStack() as undo:
-        selector = undo.enter_context(selectors.DefaultSelector())
-        for rank, port in ports.items():
-            try:
-                probe = socket.socket(socket.AF_INET6 if ":" in port.address else socket.AF_INET)
-            except OSError:  # no descriptors are left
-                break
-            undo.enter_context(probe)
-            probe.setblocking(False)
-            code = probe.connect_ex((port.address, port.port))
-            if code == errno.EINPROGRESS:
-                selector.register(probe, selectors.EVENT_WRITE, rank)
-                why[rank] = "no answer"
-            elif code:
-                why[rank] = os.strerror(code).lower()
-        while selector.get_map() and (left_s := until - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
-                probe, rank = key.fileobj, key.data
-                assert isinstance(probe, socket.socket)
-                selector.unregister(probe)
-                code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                why[rank] = os.strerror(code).lower() if code else ""
+    with ThreadPoolExecutor(max(1, len(ports))) as pool:
+        whys = list(pool.map(_why_unreachable, ports.values()))
     return [
-        Unreachable(rank, port.host, port.address, port.port, why[rank])
-        for rank, port in ports.items()
-        if why.get(rank)
+        Unreachable(rank, port.host, port.address, port.port, why)
+        for (rank, port), why in zip(ports.items(), whys, strict=True)
+        if why
     ]
+
+
+def _why_unreachable(port: _Port) -> str:
+    """Return why a port does not accept a connection; "" if it does."""
+    try:
+        socket.create_connection((port.address, port.port), _ANSWER_S).close()
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return os.strerror(error.errno or 0).lower()
+    return ""

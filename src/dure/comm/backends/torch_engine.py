@@ -73,6 +73,8 @@ class EngineCalls:
     """It reduces floats of 16 bits, and averages floats."""
     any_source: bool
     """It can receive from any rank."""
+    reduce_scatters: bool
+    """It has a reduce_scatter. Gloo's is an all_reduce, whose work does not report its end."""
 
     def __init__(self, engine: Engine, options: BackendOptions) -> None:
         self._engine = engine
@@ -150,42 +152,16 @@ class EngineCalls:
         raise NotImplementedError
 
 
-class _ReduceScatter:
-    """Gloo's reduce_scatter: an all_reduce, of which each rank keeps a part.
-
-    Torch does the same, but its work never counts as complete before it is waited for.
-    """
-
-    def __init__(self, work: EngineWork, part: torch.Tensor, output: torch.Tensor) -> None:
-        self._work, self._part, self._output = work, part, output
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        ended = self._work.wait(timeout)
-        with torch.inference_mode():  # the output may be an inference tensor
-            self._output.copy_(self._part)
-        return ended
-
-    def _source_rank(self) -> int:
-        return -1
-
-
 class _Gloo(EngineCalls):
     """Gloo's particulars."""
 
     name = "gloo"
     device_types = frozenset({"cpu"})
     in_stream, bitwise, any_source, native_floats = False, True, True, False
+    reduce_scatters = False
 
     def barrier(self) -> EngineWork:
         return self._engine.barrier()
-
-    def reduce_scatter(self, output: torch.Tensor, wire: torch.Tensor, op: str) -> EngineWork:
-        reduced = wire.clone()
-        part = reduced.view(self._size, -1)[self._rank].view_as(output)
-        return _ReduceScatter(self.all_reduce(reduced, op), part, output)
 
     # To leave in order: connections close when the last reference to the engine is gone.
 
@@ -206,6 +182,7 @@ class _Nccl(EngineCalls):
     name = "nccl"
     device_types = frozenset({"cuda"})
     in_stream, bitwise, any_source, native_floats = True, False, False, True
+    reduce_scatters = True
 
     def __init__(self, engine: Engine, options: BackendOptions, store: _StoreBridge) -> None:
         super().__init__(engine, options)

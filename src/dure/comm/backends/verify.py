@@ -21,12 +21,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
-import msgspec
 import torch
+from msgspec import structs
 
 from dure import env
 from dure.comm.backends.abort import AbortRecord, GroupState
@@ -38,7 +38,6 @@ from dure.comm.call import Call, fingerprint, place_of
 from dure.errors import DureError, PeerLost, StoreError
 from dure.store.prefix import PrefixStore
 
-_RECORD = "verify/record"
 _DEATH_S = 0.3
 """How long after an engine has lost a process the store may take to know that it ended."""
 
@@ -75,7 +74,6 @@ class VerifyingBackend:
         self._rank, self._size = options.rank, options.size
         self._state = GroupState(options.name, options.rank, options.size)
         self._headers = create_gloo(replace(options, store=PrefixStore("verify", options.store)))
-        self._last: list[Header] = []  # the headers of the call before
         self._num = 0  # of the call
         self._engine = threading.RLock()  # the engine sees one call at a time
         self._queue = OrderedQueue("dure-verify", lambda: self._state.error("a collective"))
@@ -114,37 +112,19 @@ class VerifyingBackend:
             gather = Call(op="all_gather_single", inputs=(mine,), outputs=(gathered,))
             self._headers.run(gather, False)
         except DureError as error:
-            return self._explain(error)
-        headers = [Header.unpack(bytes(row.tolist())) for row in gathered]
-        record = difference(headers)
-        if record is None:
-            self._last = headers
-        return record
+            record = AbortRecord.of(error)
+            return self._lost(record) if record.kind == "PeerLost" else record
+        return difference([Header.unpack(bytes(row.tolist())) for row in gathered])
 
-    def _explain(self, error: DureError) -> AbortRecord:
-        """Return why headers did not arrive, with more detail than the engine's error has."""
-        record = AbortRecord.of(error)
-        if record.missing:
-            called = record.missing if self._last else ()
-            last = {r: f"#{self._num - 1} {self._last[r].text()}" for r in called}
-            seen = "; ".join(f"the last call of rank {r} was {text}" for r, text in last.items())
-            seen = seen or "they have called nothing"
-            record = msgspec.structs.replace(record, whereabouts=last, seen=seen)
-            with suppress(StoreError):
-                self._store.set(_RECORD, record.text())  # for ranks that are late
-        return self._ask(record) if record.kind == "PeerLost" else record
-
-    def _ask(self, record: AbortRecord) -> AbortRecord:
-        """Look in the store why a peer was lost: its rank gave up, or its process has ended."""
+    def _lost(self, record: AbortRecord) -> AbortRecord:
+        """Return the record of a lost peer; the store soon knows which process has ended."""
         until = time.monotonic() + (_DEATH_S if record.peer is None else 0.0)
         while True:
             try:
-                if self._store.check([_RECORD]):
-                    return AbortRecord.read(self._store.get(_RECORD))
+                self._store.check(["verify/absent"])
             except PeerLost as dead:
                 what = f"the process of rank {dead.peer} ended"
-                known = AbortRecord.of(dead)
-                return msgspec.structs.replace(known, what=what, fix=_SEE_ITS_OUTPUT)
+                return structs.replace(AbortRecord.of(dead), what=what, fix=_SEE_ITS_OUTPUT)
             except StoreError:
                 return record
             if time.monotonic() >= until:

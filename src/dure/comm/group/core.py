@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self, cast
@@ -31,12 +31,11 @@ from typing import Any, Self, cast
 import torch
 
 from dure import trace
-from dure.comm import checks, overlap
+from dure.comm import checks
 from dure.comm.backends.base import Backend, PlainBackend, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
 from dure.comm.capture import has_no_values, refuse_if_captured
-from dure.comm.group import call_log
 from dure.comm.group.calling_thread import CallingThread, Crossed, ExclusiveCall
 from dure.comm.group.spec import GroupSpec
 from dure.comm.profiling import operation, profiler
@@ -56,7 +55,6 @@ class _Coalescing:
 
     works: list[Work]
     thread: int
-    block: overlap.Block = field(default_factory=overlap.Block)
 
 
 _CPU = {"cpu"}
@@ -84,7 +82,6 @@ class GroupCore:
         device_types: Kinds of device whose tensors it takes.
         desc: The user's description of the group.
         num_monitored: How many monitored barriers this rank has begun.
-        monitored_keys: For each of the last monitored barriers, keys that may be in the store.
         num_attempts: How many attempts to shrink the group this rank has begun.
         belongings: Objects that other modules keep with the group, by type, until it is closed.
         companions: Groups that other modules made for this one; they are destroyed with it.
@@ -107,7 +104,6 @@ class GroupCore:
         self.creation_timeout = spec.creation_limit
         self.seq = 0
         self.num_monitored, self.num_attempts = 0, 0
-        self.monitored_keys: list[list[str]] = []
         self._size = len(self.global_ranks)
         self.group_rank_of = {g: r for r, g in enumerate(self.global_ranks)}
         takes_meta = any("meta" in b.device_types for b in backends.values())
@@ -196,7 +192,6 @@ class GroupCore:
         view.group_name = channel_name(self.group_name, index)
         view.store = PrefixStore(f"channel/{index}", self.store)
         view.num_monitored, view.num_attempts = 0, 0
-        view.monitored_keys = []
         view._manager, view._caller = None, CallingThread(self._caller.crossed)
         if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
             view._use(self._second(view.group_name))
@@ -397,8 +392,6 @@ class GroupCore:
             checks.check_call(call, self._rank, self._size)
             if valueless:  # no memory that could overlap
                 return backend, call, None
-            if manager := self._own_manager():
-                manager.block.add(outputs, () if inputs is outputs else inputs, call.op)
             fuses = getattr(backend, "fuses", False)
             return backend, *checks.plain_call(call, self._rank, self._size, self._channel, fuses)
         except UsageError as error:
@@ -437,7 +430,6 @@ class GroupCore:
         self.seq += 1
         event = None
         if trace.hooks:
-            call_log.note(self.group_name, self._size, backend, call, deferred)
             event = self._begin(call, deferred)
         noted = None
         if self._ring is not None and not _records(backend):

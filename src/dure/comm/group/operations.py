@@ -88,10 +88,7 @@ class ProcessGroup(GroupCore):
         """Reduce `tensor` of all ranks, in place, on all ranks."""
         plain = self._plain
         if plain is not None:
-            if async_op:
-                done = plain.start_all_reduce(tensor, op, counts)
-            else:
-                done = plain.plain_all_reduce(tensor, op, counts)
+            done = plain.plain_all_reduce(tensor, op, counts, async_op)
             if done is True:
                 self.seq += 1
                 return None
@@ -117,10 +114,7 @@ class ProcessGroup(GroupCore):
         """
         plain = self._plain
         if plain is not None:
-            if async_op:
-                done = plain.start_all_reduce_into(output, input, op)
-            else:
-                done = plain.plain_all_reduce_into(output, input, op)
+            done = plain.plain_all_reduce_into(output, input, op, async_op)
             if done is True:
                 self.seq += 1
                 return None
@@ -188,10 +182,7 @@ class ProcessGroup(GroupCore):
         """
         plain = self._plain
         if plain is not None:
-            if async_op:
-                done = plain.start_reduce_scatter(output, input, op, counts)
-            else:
-                done = plain.plain_reduce_scatter(output, input, op, counts)
+            done = plain.plain_reduce_scatter(output, input, op, counts, async_op)
             if done is True:
                 self.seq += 1
                 return None
@@ -209,10 +200,7 @@ class ProcessGroup(GroupCore):
         """Copy `tensor` of group rank `src` to all."""
         plain = self._plain
         if plain is not None:
-            if async_op:
-                done = plain.start_broadcast(tensor, src, counts)
-            else:
-                done = plain.plain_broadcast(tensor, src, counts)
+            done = plain.plain_broadcast(tensor, src, counts, async_op)
             if done is True:
                 self.seq += 1
                 return None
@@ -243,10 +231,7 @@ class ProcessGroup(GroupCore):
         """Copy rank i's `input` [k] to `output` [n*k] at i*k on all ranks."""
         plain = self._plain
         if plain is not None:
-            if async_op:
-                done = plain.start_all_gather(output, input, counts)
-            else:
-                done = plain.plain_all_gather(output, input, counts)
+            done = plain.plain_all_gather(output, input, counts, async_op)
             if done is True:
                 self.seq += 1
                 return None
@@ -329,10 +314,7 @@ class ProcessGroup(GroupCore):
         )
         plain = self._plain
         if even and plain is not None:
-            if async_op:
-                done = plain.start_all_to_all(output, input, counts)
-            else:
-                done = plain.plain_all_to_all(output, input, counts)
+            done = plain.plain_all_to_all(output, input, counts, async_op)
             if done is True:
                 self.seq += 1
                 return None
@@ -364,10 +346,7 @@ class ProcessGroup(GroupCore):
         plain = self._plain
         if plain is not None:
             takes, gives = math.prod(output.shape[:output_dim]), math.prod(input.shape[:input_dim])
-            if async_op:
-                done = plain.start_all_to_all_cut(output, input, takes, gives)
-            else:
-                done = plain.plain_all_to_all_cut(output, input, takes, gives)
+            done = plain.plain_all_to_all_cut(output, input, takes, gives, async_op)
             if done is True:
                 self.seq += 1
                 return None
@@ -382,7 +361,7 @@ class ProcessGroup(GroupCore):
         """Return when all ranks have called; `timeout` is a limit below the group's own."""
         plain = self._plain
         if plain is not None and timeout is None:
-            done = plain.start_barrier() if async_op else plain.plain_barrier()
+            done = plain.plain_barrier(async_op)
             if done is True:
                 self.seq += 1
                 return None

@@ -23,9 +23,6 @@ from dure.errors import Desync, DeviceError
 if TYPE_CHECKING:
     from dure.comm.group.operations import ProcessGroup
 
-_TEXT_BYTES = 512
-"""The length of a layout's text: enough for every shape of some 60 dimensions."""
-
 
 def sparse_all_reduce(
     group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp, async_op: bool
@@ -62,8 +59,9 @@ def sparse_all_reduce(
     headers = header.new_empty((n, 2))
     group.all_gather_single(headers, header)
     counts, digests = headers.unbind(1)
-    if not bool((digests == digests[0]).all()):
-        raise _layouts_differ(group, layout, device)
+    others: list[int] = (digests != digests[0]).nonzero().flatten().tolist()
+    if others:
+        raise _layouts_differ(group, layout, others[0])
     rows = mine.sparse_dim()
     lengths: list[int] = counts.tolist()
     indices = [torch.empty((rows, k), dtype=torch.int64, device=device) for k in lengths]
@@ -88,21 +86,15 @@ def sparse_all_reduce(
     return combine(both, [tensor], async_op, finish=add_up)
 
 
-def _layouts_differ(group: ProcessGroup, layout: str, device: torch.device) -> Desync:
-    """Make the error for layouts that differ; called by all ranks, which exchange theirs."""
-    text = layout.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    texts = mine.new_empty((group.size(), _TEXT_BYTES))
-    group.all_gather_single(texts, mine)
-    layouts = [bytes(row.tolist()).decode().rstrip() for row in texts]
-    other = next(r for r, seen in enumerate(layouts) if seen != layouts[0])
+def _layouts_differ(group: ProcessGroup, layout: str, other: int) -> Desync:
+    """Make this rank's error for layouts that differ; the layout of `other` is not rank 0's."""
     return Desync(
         "the ranks' sparse tensors differ in shape, dtype or number of sparse dimensions",
         op="all_reduce",
         group=group.group_name,
         rank=group.rank(),
         world_size=group.size(),
-        calls={r: f"all_reduce({seen})" for r, seen in enumerate(layouts)},
-        seen=f"rank 0 has {layouts[0]}; rank {other} has {layouts[other]}",
+        calls={group.rank(): f"all_reduce({layout})"},
+        seen=f"rank {other} differs from rank 0; this rank has {layout}",
         fix="Give all ranks tensors of one shape and dtype, with as many sparse dimensions.",
     )

@@ -74,6 +74,7 @@ class EngineGroup:
         self._rank, self._size = options.rank, options.size
         self.in_stream, self._bitwise = engine.in_stream, engine.bitwise
         self._any_source, self._native_floats = engine.any_source, engine.native_floats
+        self._reduce_scatters = engine.reduce_scatters
         # Two ranks: see `_swap`. NCCL's all_gather copies nothing, so an exchange gains nothing.
         self._swaps = options.size == 2 and not engine.in_stream
         self._device = options.device_id or torch.device("cuda")  # only where `in_stream`
@@ -194,10 +195,10 @@ class EngineGroup:
         return self._start(call, lambda e: e.reduce(wire, wired.op, dst), async_op, copy_back)
 
     def _reduce_scatter(self, call: Call, async_op: bool) -> Request | None:
-        """Uneven lengths cost an all_reduce of everything."""
+        """Uneven lengths cost an all_reduce of everything, and so do all over Gloo."""
         (output,), lengths = call.outputs, [t.numel() for t in call.inputs]
         source = joined(call.inputs).view(output.dtype)
-        if len(set(lengths)) == 1:
+        if self._reduce_scatters and len(set(lengths)) == 1:
             return self._reduce_scatter_single(
                 msgspec.structs.replace(call, inputs=(source,)), async_op
             )
@@ -205,9 +206,11 @@ class EngineGroup:
 
     def _reduce_scatter_single(self, call: Call, async_op: bool) -> Request | None:
         (output,), (tensor,) = call.outputs, call.inputs
+        begin = self._rank * output.numel()
+        if not self._reduce_scatters:
+            return self._reduce_all(call, output, tensor.clone(), begin, async_op)
         wired = self._wire(tensor, call)
         if wired is None:
-            begin = self._rank * output.numel()
             return self._gather_and_reduce(call, output, tensor, begin, async_op)
         wire = wired.wire
         result = wire.new_empty(wire.numel() // self._size)

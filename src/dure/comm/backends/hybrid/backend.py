@@ -79,10 +79,6 @@ class HybridBackend:
             f"talk to other hosts, over {engine}; within the host: {self._comms.local.details}"
         )
 
-    def way(self, call: Call) -> str:
-        """Return how a call runs, as text for the log."""
-        return self._collectives.way(call)
-
     def gone(self, rank: int) -> bool:
         """Return whether `rank` has died or left, as far as this host knows."""
         host, place = self._hosts.places[rank]
@@ -126,7 +122,7 @@ class HybridBackend:
                     do(call, header)
                 state.complete()
             except DureError as e:
-                raise state.blame(e, call.op) from state.cause(e)
+                raise state.blame(e, call.op) from None
             except Exception as e:  # such as no memory for scratch; peers must not wait
                 state.fail(f"{type(e).__name__}: {e}")
                 raise state.error(call.op) from e

@@ -51,7 +51,6 @@ from dure.comm.backends.request import Request
 from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
 from dure.comm.reduction import accumulator_dtype, divide, reduce_in_order
-from dure.trace.record import MESSAGES
 
 __all__ = ["Collectives"]
 
@@ -84,14 +83,6 @@ class Collectives:
     def _fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Tell whether an operation is small."""
         return sum(t.nbytes for t in tensors) <= self._headers.room
-
-    def way(self, call: Call) -> str:
-        """Return how a call runs, as text for the log."""
-        if call.op in MESSAGES:
-            return "through shared memory on one host, else the engine between hosts"
-        if self._fits(call.inputs or call.outputs):
-            return "in the headers that leaders exchange"
-        return "within each host in shared memory, between hosts in chunks"
 
     def _barrier(self, call: Call) -> None:
         self._headers.run()

@@ -2,8 +2,7 @@
 
 **A channel** connects the leaders of two hosts: a ZeroMQ connection in addition to the engine's,
 encrypted with CURVE keys that are made for the group and exchanged through its store; a process
-without the listener's key cannot connect. The leader of the lower host listens. Once the other
-leader has connected, its port refuses further connections.
+without the listener's key cannot connect. The leader of the lower host listens.
 
 **The watch.** A thread of each leader reads the channels, and checks whether a rank of its host
 died or broke the group.
@@ -27,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket as sockets
 import threading
 import time
 from collections.abc import Iterator
@@ -39,7 +37,6 @@ import zmq
 from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid.header import HeaderExchange
-from dure.comm.backends.hybrid.packets import refuse_new_connections
 from dure.comm.backends.hybrid.subcomms import SubComms
 from dure.errors import RendezvousTimeout
 from dure.store.address import outward_address, resolve
@@ -90,7 +87,6 @@ class ControlChannel:
     Attributes:
         host: The other host.
         link: The connection; its monitor reports when it opens and when it breaks.
-        listener: The listening socket's descriptor, which ZeroMQ closes; -1 if there is none.
         is_open: Whether its handshake has succeeded.
         heard: Whether a message was received.
         begun: How many collectives the other leader has begun.
@@ -101,7 +97,6 @@ class ControlChannel:
 
     host: int
     link: MonitoredSocket
-    listener: int = -1
     is_open: bool = False
     heard: bool = False
     begun: int = 0
@@ -126,11 +121,6 @@ class ControlChannel:
                 yield msgspec.msgpack.decode(
                     self.link.socket.recv(zmq.NOBLOCK), type=ControlMessage
                 )
-
-    def close_port(self) -> None:
-        """Refuse further connections; systems without such filters rely on the handshake."""
-        with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(self.listener)) as listener:
-            refuse_new_connections(listener)
 
     def close(self) -> None:
         """Close, after a moment for the last message."""
@@ -162,7 +152,6 @@ def open_channel(
         key = f"control/{min(host, here)}/{max(host, here)}"
         if here < host:
             listener = listen(resolve(address, 0, "this host's address"))
-            channel.listener = listener.fd
             link.bind(listener.endpoint, listener.fd)
             contact = _Contact(listener.endpoint, public)
             options.store.set(key, msgspec.msgpack.encode(contact))
@@ -227,8 +216,6 @@ class HostWatch:
                     seen=", ".join(map(comms.hosts.describe, silent)),
                     fix="Check that the hosts can reach each other's ports.",
                 )
-        for channel in self._channels:
-            channel.close_port()
         self._broadcast(ControlMessage())  # messages sent before a leader had connected are lost
 
     def start(self) -> None:

@@ -163,9 +163,9 @@ class Messages:
         """Run a call in shared memory; if the group is broken, raise the group's error."""
         try:
             return call()
-        except DureError as e:
+        except DureError:
             if self.comms.state.look() is not None:
-                raise self.comms.state.error(op) from self.comms.state.cause(e)
+                raise self.comms.state.error(op) from None
             raise
 
     # ---- matching --------------------------------------------------------------------------------

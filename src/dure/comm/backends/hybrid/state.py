@@ -178,11 +178,6 @@ class HybridState(GroupState):
                 time.sleep(_LOOK_S)
         return self.error(op, seq)
 
-    @staticmethod
-    def cause(error: DureError) -> DureError | None:
-        """Return `error` as the cause of the group's error; None if it repeats the record."""
-        return None if AbortRecord.is_in(error.seen) else error
-
     def _translate(self, error: DureError, engine: bool = False) -> AbortRecord:
         """Turn an error with numbers of this host's ranks into a record with the group's."""
         mine, here = self._hosts.mine, self._hosts.names[self._hosts.here]

@@ -22,14 +22,13 @@ from dure.comm.backends.base import BackendOptions, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.backends.shm.copying import CopyPlan
 from dure.comm.backends.shm.flight import EngineFlight
-from dure.comm.backends.shm.ways import way
 from dure.comm.call import KIND_CODES, Call
 from dure.comm.codes import dtype_code
-from dure.comm.memory import heap_empty, limits_of_heap, tensor_of
+from dure.comm.memory import heap_empty, tensor_of
 from dure.errors import DureError
 from dure.native import Channel, Group, HeapMemory, Outcome
 from dure.native import Request as EngineRequest
-from dure.native.status import Status, error_of
+from dure.native.status import error_of
 from dure.trace import flight, logs
 
 __all__ = ["ShmBackend"]
@@ -92,12 +91,7 @@ class ShmBackend:
     @property
     def details(self) -> str:
         """What was chosen for the group, as text for the log."""
-        staging = f"staging buffers ({logs.size_text(self._segment_bytes)} of addresses)"
-        return f"{self.copies.sentence} {staging}"
-
-    def way(self, call: Call) -> str:
-        """Return how a call runs, as text for the log."""
-        return way(call, self._size, self.copies)
+        return f"{self.copies}; staging buffers of {logs.size_text(self._segment_bytes)}"
 
     def error(self, outcome: Outcome) -> DureError:
         """Make the exception for an outcome of the engine."""
@@ -189,10 +183,7 @@ class ShmBackend:
             return heap_empty(nbytes, dtype=torch.uint8, zeroed=True, must=False)
         made = self.group.host_shared_empty(nbytes)
         if not isinstance(made, HeapMemory):
-            error = self.error(made)
-            if made.status == Status.NO_MEMORY and (limits := limits_of_heap()):
-                error.advise(limits)
-            raise error
+            raise self.error(made)
         return tensor_of(made, (nbytes,), torch.uint8)
 
     def leave_unrecorded(self) -> None:

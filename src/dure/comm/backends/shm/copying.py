@@ -40,18 +40,6 @@ class CopyPlan(NamedTuple):
             f"{_from(self.shared_bytes)}, a block for each {_from(self.block_bytes)}"
         )
 
-    @property
-    def sentence(self) -> str:
-        """The beginning of a sentence for the log, which ends with "staging buffers"."""
-        if not self.permitted:
-            return "single copies are not permitted, or off: all data go through"
-        why = f"measured, {self.line_us:.2f} us per cache line" if self.measured else "not measured"
-        return (
-            f"the kernel copies messages {_from(self.message_bytes)}, one block for all ranks "
-            f"{_from(self.shared_bytes)}, and a block per rank {_from(self.block_bytes)} ({why}); "
-            "other data go through"
-        )
-
 
 def _from(threshold: int | None) -> str:
     if threshold is None:

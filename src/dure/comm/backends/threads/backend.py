@@ -18,8 +18,7 @@ import torch
 
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.request import Request, finished
-from dure.comm.backends.threads.rendezvous import Arrival, MessageEnd, Pending, ThreadGroup
-from dure.comm.backends.threads.waiting import Waiting, table_of
+from dure.comm.backends.threads.rendezvous import Arrival, MessageEnd, ThreadGroup
 from dure.comm.call import Call, call_site, place_of
 from dure.comm.memory import heap_empty
 from dure.errors import UsageError
@@ -39,8 +38,6 @@ def create_threads(options: BackendOptions) -> ThreadBackend:
     name = secrets.token_hex(8)
     if options.rank == 0:
         _incomplete[name] = ThreadGroup(options.name, options.size)
-    if options.eager_bytes is not None:  # before any rank can begin to wait
-        table_of(options.store).join(options.global_ranks[options.rank])
     names = options.tell_all("threads", f"{os.getpid()}/{name}")
     pid, _, name = names[0].decode().partition("/")
     rendezvous = _incomplete.get(name)
@@ -67,9 +64,6 @@ class ThreadBackend:
     def __init__(self, options: BackendOptions, rendezvous: ThreadGroup) -> None:
         self._rendezvous, self._rank, self._size = rendezvous, options.rank, options.size
         self._eager_bytes = options.eager_bytes
-        self._table: tuple[Waiting, int] | None = None
-        if options.eager_bytes is not None:
-            self._table = table_of(options.store), options.global_ranks[options.rank]
         self.set_timeout(options.timeout)
 
     @property
@@ -87,23 +81,19 @@ class ThreadBackend:
 
     def run(self, call: Call, async_op: bool) -> Request | None:
         arrival = Arrival(self._rendezvous, self._rank, call, place_of(call))
-        self._limit(arrival)
+        arrival.deadline = arrival.began + self._timeout_s
         self._rendezvous.arrive(arrival)
         if async_op:
             return arrival
         arrival.wait()
         return None
 
-    def _limit(self, pending: Pending) -> None:
-        """Set the deadline of an operation, and the table of waits if there is one."""
-        pending.deadline, pending.table = pending.began + self._timeout_s, self._table
-
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
         """See `Backend.send`; complete when it returns, unless `eager_bytes` makes it wait."""
         limit = self._eager_bytes
         eager = limit is None or 0 < tensor.nbytes <= limit
         end = MessageEnd(self._rendezvous, self._rank, "send", tensor, dst, tag, call_site(), eager)
-        self._limit(end)
+        end.deadline = end.began + self._timeout_s
         self._rendezvous.post(end)
         if async_op:
             return finished() if eager else end
@@ -113,7 +103,7 @@ class ThreadBackend:
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, async_op: bool) -> Request:
         end = MessageEnd(self._rendezvous, self._rank, "recv", tensor, src, tag, call_site())
-        self._limit(end)
+        end.deadline = end.began + self._timeout_s
         self._rendezvous.post(end)
         if not async_op:
             end.wait()
@@ -128,7 +118,3 @@ class ThreadBackend:
 
     def close(self, abort: bool) -> None:
         self._rendezvous.leave(self._rank, abort)
-        table, self._table = self._table, None
-        if table is not None:
-            waiting, global_rank = table
-            waiting.leave(global_rank)

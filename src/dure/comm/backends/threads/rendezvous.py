@@ -34,7 +34,6 @@ from dure.comm.backends.header import Header, difference
 from dure.comm.backends.matching import Matching
 from dure.comm.backends.request import Request
 from dure.comm.backends.threads.moves import move
-from dure.comm.backends.threads.waiting import Waiting
 from dure.comm.call import Call, fingerprint
 from dure.errors import Aborted, DureError
 
@@ -52,7 +51,7 @@ class Pending(Request):
         keep: The tensors, or an object that holds them.
     """
 
-    __slots__ = ("began", "deadline", "op", "rank", "rendezvous", "site", "table")
+    __slots__ = ("began", "deadline", "op", "rank", "rendezvous", "site")
 
     def __init__(
         self, rendezvous: ThreadGroup, rank: int, op: str, site: str, keep: object
@@ -60,15 +59,9 @@ class Pending(Request):
         super().__init__(keep)
         self.rendezvous, self.rank, self.op, self.site = rendezvous, rank, op, site
         self.began, self.deadline = time.monotonic(), math.inf
-        self.table: tuple[Waiting, int] | None = None
-        """The job's table of waits and this rank's global rank; None if there is no table."""
 
-    def text(self) -> str:
-        """Return the operation as text."""
-        raise NotImplementedError
-
-    def expire(self, why: AbortRecord | None = None) -> None:
-        """End it with a timeout, or with `why`, unless its data are moving."""
+    def expire(self) -> None:
+        """End it with a timeout, unless its data are moving."""
         raise NotImplementedError
 
     def fail(self, record: AbortRecord) -> None:
@@ -80,16 +73,6 @@ class Pending(Request):
             self.expire()
 
     def _await(self, limit: float | None) -> bool:
-        if self.table is None or limit is not None:
-            return self._sleep(limit)
-        table, global_rank = self.table
-        table.begin(global_rank, self)
-        try:
-            return self._sleep(limit)
-        finally:
-            table.end(global_rank)
-
-    def _sleep(self, limit: float | None) -> bool:
         until = self.deadline if limit is None else min(limit, self.deadline)
         if super()._await(until):
             return True
@@ -118,8 +101,8 @@ class Arrival(Pending):
         """Return the call as text."""
         return self.header.text()
 
-    def expire(self, why: AbortRecord | None = None) -> None:
-        self.rendezvous.expire_collective(self, why)
+    def expire(self) -> None:
+        self.rendezvous.expire_collective(self)
 
 
 class MessageEnd(Pending):
@@ -175,16 +158,13 @@ class MessageEnd(Pending):
         """Return whether this receive has room for exactly the message of `send`."""
         return self.dtype == send.dtype and self.shape.numel() == send.shape.numel()
 
-    def text(self, to_whom: bool = True) -> str:
-        """Return the operation as text; `to_whom`: with the other end."""
+    def text(self) -> str:
+        """Return the operation as text."""
         what = f"{self.op}({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
-        if to_whom:
-            peer = "anyone" if self.peer is None else f"rank {self.peer}"
-            what += f" {'to' if self.op == 'send' else 'from'} {peer}"
         return what + (f" at {self.site}" if self.site else "")
 
-    def expire(self, why: AbortRecord | None = None) -> None:
-        self.rendezvous.expire_message(self, why)
+    def expire(self) -> None:
+        self.rendezvous.expire_message(self)
 
 
 @dataclass(slots=True)
@@ -303,7 +283,7 @@ class ThreadGroup:
             else:
                 arrival.fail(record)
 
-    def expire_collective(self, arrival: Arrival, why: AbortRecord | None) -> None:
+    def expire_collective(self, arrival: Arrival) -> None:
         """Abort a collective whose time is up, unless all have come and the data are moving."""
         with self.lock:
             arrivals = self._collectives.get(arrival.number, {})
@@ -312,8 +292,7 @@ class ThreadGroup:
             missing = tuple(r for r in range(self.size) if r not in arrivals)
             here = {r: arrivals[r].text() for r in sorted(arrivals)}
             self._abort(
-                why
-                or AbortRecord(
+                AbortRecord(
                     kind="CommTimeout",
                     what="not all ranks called in time",
                     missing=missing,
@@ -348,7 +327,7 @@ class ThreadGroup:
 
     def _refuse(self, receive: MessageEnd, send: MessageEnd) -> None:
         """Fail a receive by a message that does not fit; it is kept for one that does."""
-        calls = {end.rank: end.text(to_whom=False) for end in (send, receive)}
+        calls = {end.rank: end.text() for end in (send, receive)}
         what, seen = "a message does not match its receive", calls.values()
         receive.source = send.rank
         receive.fail(AbortRecord(kind="Desync", what=what, calls=calls, seen="; ".join(seen)))
@@ -360,7 +339,7 @@ class ThreadGroup:
         if sources and all(self._members[r].left for r in sources):
             raise self.error(AbortRecord.gone(sources[0]), receive.rank, "recv")
 
-    def expire_message(self, end: MessageEnd, why: AbortRecord | None) -> None:
+    def expire_message(self, end: MessageEnd) -> None:
         """Fail an end whose time is up, unless its data are being copied."""
         with self.lock:
             mailbox = self._members[end.receiver].mailbox
@@ -374,4 +353,4 @@ class ThreadGroup:
             what = "a message was not received in time"
             seen = f"sent with tag {end.tag} to {peer}, which did not receive it"
         missing = () if end.peer is None else (end.peer,)
-        end.fail(why or AbortRecord(kind="CommTimeout", what=what, missing=missing, seen=seen))
+        end.fail(AbortRecord(kind="CommTimeout", what=what, missing=missing, seen=seen))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 
 import dure as dist
-from dure.errors import CommTimeout, Desync, PeerLost
+from dure.errors import CommTimeout, PeerLost
 from dure.testing import run_ranks
 from tests.waiting import PATIENCE_S
-
-FILE = Path(__file__).name
 
 
 def _ring(rank: int) -> float:
@@ -27,25 +24,13 @@ def _ring(rank: int) -> float:
     return t[0].item()
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_ring_of_sends_that_wait_is_a_desync_that_says_who_waits_for_whom(n):
-    def body(rank):
-        with pytest.raises(Desync) as caught:
-            _ring(rank)
-        return caught.value.calls
-
-    for calls in run_ranks(n, body, eager_bytes=0):
-        for r in range(n):
-            assert calls[r].startswith(f"send(float32[4]) to rank {(r + 1) % n} at ")
-            assert FILE in calls[r]
-
-
 def test_ring_goes_round_where_sends_are_buffered_and_below_eager_bytes():
     wanted = [2.0, 0.0, 1.0]
     assert run_ranks(3, _ring) == wanted
     assert run_ranks(3, _ring, eager_bytes=16) == wanted
-    with pytest.raises(Desync):
-        run_ranks(3, _ring, eager_bytes=15)
+    with pytest.raises(CommTimeout) as caught:
+        run_ranks(3, _ring, eager_bytes=15, timeout=0.3)
+    assert len(caught.value.missing) == 1
 
 
 def test_programs_that_need_no_buffer_go_on_with_sends_that_wait():
@@ -68,22 +53,6 @@ def test_programs_that_need_no_buffer_go_on_with_sends_that_wait():
         return t[0].item(), u[0].item()
 
     assert run_ranks(4, body, eager_bytes=0) == [(3.0, 5.0), (0.0, 5.0), (1.0, 0.0), (2.0, 1.0)]
-
-
-def test_deadlock_over_two_groups_and_two_kinds_is_told_to_all_3_ranks():
-    def body(rank):
-        pair = dist.new_group([0, 1])
-        t = torch.zeros(2)
-        with pytest.raises(Desync) as caught:
-            [
-                lambda: dist.barrier(pair),
-                lambda: dist.recv(t, 2),
-                lambda: dist.send(t, 0),
-            ][rank]()
-        return [text.partition(" at ")[0] for text in caught.value.calls.values()]
-
-    told = ["barrier()", "recv(float32[2]) from rank 2", "send(float32[2]) to rank 0"]
-    assert run_ranks(3, body, eager_bytes=0) == [told] * 3
 
 
 def test_send_that_nobody_receives_ends_when_time_is_up_or_its_receiver_leaves():
