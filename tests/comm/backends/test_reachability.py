@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import selectors
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,18 +14,9 @@ import pytest
 from dure.comm.backends import reachability
 from dure.store import HashStore
 from tests.comm.options import options
+from tests.waiting import PATIENCE_S
 
 ANSWER_S = 0.3
-
-
-class Selector(selectors.DefaultSelector):
-    """Notes how many connections are waited for at the same time."""
-
-    most = 0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        Selector.most = max(Selector.most, len(self.get_map()))
-        return super().select(timeout)
 
 
 @pytest.fixture
@@ -47,7 +39,13 @@ def test_ports_that_drop_connections_are_tried_at_once(
 ) -> None:
     monkeypatch.setattr(reachability, "_ANSWER_S", ANSWER_S)
     monkeypatch.setattr(reachability, "_LIMIT_S", 2 * ANSWER_S)
-    monkeypatch.setattr(selectors, "DefaultSelector", Selector)
+    at_once, tried = threading.Barrier(len(dropping) + 1), reachability._why_unreachable
+
+    def try_with_all_others(port: Any) -> str:
+        at_once.wait(PATIENCE_S)
+        return tried(port)
+
+    monkeypatch.setattr(reachability, "_why_unreachable", try_with_all_others)
     store, size = HashStore(), len(dropping) + 2
     with socket.create_server(("127.0.0.1", 0)) as last:
         for rank, port in enumerate([*dropping, last.getsockname()[1]], start=1):
@@ -57,4 +55,3 @@ def test_ports_that_drop_connections_are_tried_at_once(
     assert [each.rank for each in found.unreachable] == [*range(1, 9)]
     assert {each.why for each in found.unreachable} == {"no answer"}
     assert not found.absent
-    assert Selector.most >= len(dropping), "one after the other"

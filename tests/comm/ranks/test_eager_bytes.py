@@ -14,13 +14,13 @@ from dure.testing import run_ranks
 from tests.waiting import PATIENCE_S
 
 
-def _ring(rank: int) -> float:
+def _ring(rank: int, group: dist.ProcessGroup | None = None) -> float:
     """Send to the next rank, then receive from the one before: right only if sends are buffered."""
     n = dist.get_world_size()
     t, sent = torch.zeros(4), torch.full((4,), float(rank))
-    dist.send(sent, (rank + 1) % n)
+    dist.send(sent, (rank + 1) % n, group)
     sent.fill_(-1.0)  # it was sent by now
-    dist.recv(t, (rank - 1) % n)
+    dist.recv(t, (rank - 1) % n, group)
     return t[0].item()
 
 
@@ -28,9 +28,18 @@ def test_ring_goes_round_where_sends_are_buffered_and_below_eager_bytes():
     wanted = [2.0, 0.0, 1.0]
     assert run_ranks(3, _ring) == wanted
     assert run_ranks(3, _ring, eager_bytes=16) == wanted
-    with pytest.raises(CommTimeout) as caught:
-        run_ranks(3, _ring, eager_bytes=15, timeout=0.3)
-    assert len(caught.value.missing) == 1
+
+
+def test_ring_of_sends_that_wait_names_the_rank_that_does_not_receive():
+    def body(rank):
+        group = dist.new_group()
+        group.set_timeout(timedelta(seconds=0.1))
+        with pytest.raises(CommTimeout) as caught:
+            _ring(rank, group)
+        dist.barrier()
+        return caught.value.missing
+
+    assert run_ranks(3, body, eager_bytes=15) == [(1,), (2,), (0,)]
 
 
 def test_programs_that_need_no_buffer_go_on_with_sends_that_wait():
