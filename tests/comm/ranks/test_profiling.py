@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import dure as dist
@@ -119,3 +120,23 @@ def test_what_gloo_records_is_not_recorded_twice(rank: int) -> None:
     profile = profile_of(rank, lambda: dist.all_reduce(torch.ones(4)))
     if rank == 0:
         assert names_in(profile) == ["c10d::allreduce_", "gloo:all_reduce"]
+
+
+@pytest.mark.needs("engine")
+@on_ranks(2, backend="shm")
+def test_calls_of_the_engine_are_recorded_from_the_profiles_start_to_its_end(rank: int) -> None:
+    tensor = torch.ones(4)
+
+    def run() -> None:
+        dist.all_reduce(tensor)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        work.wait()
+
+    dist.all_reduce(tensor)
+    profile = profile_of(rank, run)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [16.0] * 4
+    if rank == 0:
+        names = ["c10d::allreduce_", "shm:all_reduce", "c10d::allreduce_"]
+        assert names_in(profile) == [*names, "c10d::wait (all_reduce)"]
