@@ -24,11 +24,6 @@ def _break():
     raise Broken("of the task")
 
 
-def _not_left(group):
-    assert group is not None
-    return group
-
-
 def _open_when_joined(gate):
     """Set `gate` when the calling thread waits for another one."""
     me = threading.current_thread()
@@ -54,9 +49,9 @@ def test_destroying_a_group_waits_for_the_tasks_that_use_it(which):
     sums = []
 
     def body(rank):
-        group = dure.new_group([0, 1]) if which == "group" else current_world().default
+        group = dure.new_group([0, 1]) if which == "group" else current_world().need_default()
         gate = threading.Event()
-        BackgroundTask().start(lambda: _sums(group, gate, sums), "task", [_not_left(group)])
+        BackgroundTask().start(lambda: _sums(group, gate, sums), "task", [group])
         watcher = _open_when_joined(gate)
         dure.destroy_process_group(group)
         watcher.join()
@@ -69,7 +64,7 @@ def test_destroying_a_group_waits_for_the_tasks_that_use_it(which):
 @on_ranks(2)
 def test_an_unseen_error_is_raised_once_and_the_groups_are_left(rank):
     group = dure.new_group([0, 1])
-    BackgroundTask().start(_break, "task", [_not_left(group)])
+    BackgroundTask().start(_break, "task", [group])
     BackgroundTask().start(_break, "task")
     with pytest.raises(Broken) as caught:
         dure.destroy_process_group(group)
@@ -100,13 +95,11 @@ def test_an_error_that_was_seen_is_not_raised_again(rank, ask):
 
 @on_ranks(2)
 def test_a_task_ends_when_a_peer_is_lost_and_its_error_is_raised(rank):
-    group = current_world().default
+    group = current_world().need_default()
     if rank == 1:
         leave(current_world(), abort=True)
         return
-    BackgroundTask().start(
-        lambda: dure.all_reduce(torch.ones(1), group=group), "task", [_not_left(group)]
-    )
+    BackgroundTask().start(lambda: dure.all_reduce(torch.ones(1), group=group), "task", [group])
     with pytest.raises(PeerLost):
         dure.destroy_process_group()
     assert not dure.is_initialized()
@@ -125,11 +118,11 @@ def test_groups_that_are_aborted_end_their_tasks_and_the_error_is_logged(caplog)
     ends = []
 
     def body(rank):
-        group = current_world().default
+        group = current_world().need_default()
         task = BackgroundTask()
         task.add_done_callback(lambda _: ends.append(rank))
         if rank == 0:
-            task.start(lambda: dure.recv(torch.ones(1), 1, group=group), "task", [_not_left(group)])
+            task.start(lambda: dure.recv(torch.ones(1), 1, group=group), "task", [group])
         with caplog.at_level(logging.ERROR, "dure.comm"):
             leave(current_world(), abort=True)
             if rank == 0:

@@ -27,24 +27,9 @@ def test_coalesced_forms_take_several_tensors():
     assert run_ranks(2, body) == [[summed, joined, [[1], [[3], [3]]]]] * 2
 
 
-class Mesh:
-    """What a mesh is to a collective: two axes of two ranks."""
-
-    def __init__(self) -> None:
-        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        rank = dist.get_rank()
-        self.groups = {0: columns[rank % 2], 1: rows[rank // 2]}
-
-    def get_group(self, mesh_dim: int | str | None = None):
-        if mesh_dim is None:
-            raise UsageError("which axis?")
-        return self.groups[{"dp": 0, "tp": 1, 0: 0, 1: 1}[mesh_dim]]
-
-
-@on_ranks(4)
-def test_group_may_be_ranks_a_name_or_an_axis_of_a_mesh(rank):
-    mesh = Mesh()
+@on_mesh(2, 2, names=("dp", "tp"))
+def test_group_may_be_ranks_a_name_or_an_axis_of_a_mesh(mesh):
+    rank = dist.get_rank()
     x = torch.tensor([2.0**rank])
     ranks = [0, 1] if rank < 2 else [2, 3]
     with pytest.raises(UsageError):
@@ -58,7 +43,7 @@ def test_group_may_be_ranks_a_name_or_an_axis_of_a_mesh(rank):
         F.all_reduce(x, "sum", (mesh, "tp")).item(),
         F.all_reduce(x, "sum", ranks).item(),
         F.all_reduce(x, "sum", (0, 1, 2, 3)).item(),
-        nnF.all_reduce(x, group=mesh.groups[0].group_name).item(),
+        nnF.all_reduce(x, group=mesh.get_group(0).group_name).item(),
     ] == [
         [5, 3, 3, 15, 5],
         [10, 3, 3, 15, 10],
