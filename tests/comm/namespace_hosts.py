@@ -220,3 +220,19 @@ def variables_of(made: Sequence[Host], ranks_each: int, key_file: Path) -> dict[
         "OMP_NUM_THREADS": "1",
         "DURE_SILENCE": "2",
     }
+
+
+def start_job(
+    made: Sequence[Host],
+    ranks_each: int,
+    program: Sequence[str | os.PathLike[str]],
+    key_file: Path,
+    **variables: str,
+) -> list[subprocess.Popen[str]]:
+    """Start `ranks_each` ranks on every host, host by host; rank 0's host has the store."""
+    world = variables_of(made, ranks_each, key_file) | variables
+    return [
+        host.start(program, {**world, "RANK": str(ranks_each * h + i), "LOCAL_RANK": str(i)})
+        for h, host in enumerate(made)
+        for i in range(ranks_each)
+    ]
