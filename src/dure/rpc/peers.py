@@ -9,8 +9,8 @@ compare-and-set, so that all read the same events in the same order. A process t
 of them first, and so knows whether its name is free. A fixed world on one host has no log: there
 the kernel reports deaths, and a process that leaves notifies each other (`transport`).
 
-The log has two events per process that ever joined, so at most twice `MOST_IDS`, of some 200 bytes
-each. They are not removed; a process that joins reads them, some 10,000 per second.
+The log has two events per process that ever joined, so at most twice `MOST_IDS`, of some 150 bytes
+together. They are not removed; a process that joins reads them, some 10,000 per second.
 
 An id is never reused: a process that was given up stays gone, and a process that replaces it under
 its name has another id.
