@@ -85,9 +85,7 @@ PyObject* plain_method(PyObject* self, Arguments arguments, Py_ssize_t n) noexce
     if (async < 0) return nullptr;
     const ChannelView& view = *nb::inst_ptr<ChannelView>(self);
     try {
-        return kCall(view.engine, Engine::Place{view.index, async == 1}, arguments)
-            .release()
-            .ptr();
+        return kCall(view.engine, Engine::Place{view.index, async == 1}, arguments).release().ptr();
     } catch (nb::python_error& e) {
         e.restore();
     } catch (const std::bad_alloc&) {
