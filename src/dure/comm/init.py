@@ -122,19 +122,24 @@ def init_process_group(
         found = _rendezvous_by_mpi(join_limit, group_name, gpus)
     else:
         found = rendezvous(init_method, rank, world_size, store, join_limit, group_name, gpus)
-    chosen, why = _chosen_backend(backend, found)
-    spec = GroupSpec(
-        name=group_name or "world",
-        global_ranks=tuple(range(found.world_size)),
-        backend=chosen,
-        timeout=limit,
-        desc="default_pg",
-        pg_options=pg_options,
-        device_id=device,
-        creation_timeout=join_limit,
-        why=why,
-    )
-    _join(world, found, spec)
+    with _left_on_error(world, found):
+        chosen, why = _chosen_backend(backend, found)
+        spec = GroupSpec(
+            name=group_name or "world",
+            global_ranks=tuple(range(found.world_size)),
+            backend=chosen,
+            timeout=limit,
+            desc="default_pg",
+            pg_options=pg_options,
+            device_id=device,
+            creation_timeout=join_limit,
+            why=why,
+        )
+        with world.beginning:
+            (world.default,) = create_groups(world, found.store, found.rank, [spec])
+        _to_leave.add(world)
+        _leave_first()
+        begin_recording(found.store)
 
 
 def _check_may_join(world: World, store: Store | None, init_method: str | None) -> None:
@@ -157,15 +162,12 @@ def _rendezvous_alone(url: str, rank: int, world_size: int) -> Rendezvous:
     return rendezvous_alone(_given("RANK", rank), _given("WORLD_SIZE", world_size))
 
 
-def _join(world: World, found: Rendezvous, spec: GroupSpec) -> None:
-    """Create the default group; leave the job again if that fails."""
+@contextmanager
+def _left_on_error(world: World, found: Rendezvous) -> Iterator[None]:
+    """Enter the job; leave it again if the default group cannot be created."""
     world.rendezvous = found
     try:
-        with world.beginning:
-            (world.default,) = create_groups(world, found.store, found.rank, [spec])
-        _to_leave.add(world)
-        _leave_first()
-        begin_recording(found.store)
+        yield
     except BaseException:
         leave(world, abort=True)
         raise

@@ -11,6 +11,7 @@ import dure as dist
 from dure.comm import init
 from dure.errors import UsageError
 from tests.thread_ranks import on_ranks
+from tests.waiting import listening, until
 
 
 @on_ranks(2)
@@ -60,6 +61,17 @@ def test_init_twice_raises(rank):
 def test_unknown_backend_raises_before_anyone_is_waited_for():
     with pytest.raises(UsageError):
         dist.init_process_group("carrier-pigeon", rank=0, world_size=2, store=dist.HashStore())
+    assert not dist.is_initialized()
+
+
+def test_a_rank_whose_group_cannot_be_created_leaves_the_port_free(
+    port: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("DURE_BACKEND", "carrier-pigeon")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="carrier-pigeon"):
+            dist.init_process_group(None, f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+        until(lambda: not listening(port), "the end of the store's server")
     assert not dist.is_initialized()
 
 
