@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.hybrid.control import ControlMessage, HostWatch
 from dure.comm.backends.hybrid.subcomms import group_by_host
-from dure.errors import PeerLost
+from dure.errors import PeerLost, RendezvousTimeout
 from dure.store import HashStore
 from tests.comm.options import options
 from tests.waiting import PATIENCE_S, until
@@ -26,19 +27,35 @@ class _State(SimpleNamespace):
         self.lose = self.settle = lambda *args, **said: None
 
 
+def _connect(
+    rank: int, store: HashStore, timeout_s: float = PATIENCE_S
+) -> tuple[HostWatch, _State]:
+    state, hosts = _State(), group_by_host([("a", "a"), ("b", "b")], rank)
+    comms = SimpleNamespace(state=state, hosts=hosts, absent=tuple)
+    headers = SimpleNamespace(begun=0, opened=0)
+    return HostWatch(comms, headers, options(rank, 2, store, timeout_s)), state  # pyright: ignore
+
+
 @pytest.fixture
 def leaders() -> Iterator[list[tuple[HostWatch, _State]]]:
     """Two leaders, each of a host of its own, whose watches are connected and not started."""
     store = HashStore()
-
-    def connect(rank: int) -> tuple[HostWatch, _State]:
-        state, hosts = _State(), group_by_host([("a", "a"), ("b", "b")], rank)
-        comms = SimpleNamespace(state=state, hosts=hosts, absent=tuple)
-        headers = SimpleNamespace(begun=0, opened=0)
-        return HostWatch(comms, headers, options(rank, 2, store)), state  # pyright: ignore
-
     with ThreadPoolExecutor(2) as pool:
-        yield list(pool.map(connect, (0, 1)))
+        yield list(pool.map(lambda rank: _connect(rank, store), (0, 1)))
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_the_address_and_port_that_failed():
+    store, said = HashStore(), list[str]()
+    for rank in (0, 1):  # host a waits alone, and when it has closed its port, b tries that
+        with pytest.raises(RendezvousTimeout) as caught:
+            _connect(rank, store, timeout_s=0.1)
+        said.append(caught.value.seen)
+    endpoint, _ = msgspec.msgpack.decode(store.get("control/0/1"))
+    place = endpoint.removeprefix("tcp://")
+    assert said == [
+        f"no connection from host b (rank 1) to this host, at {place}",
+        f"no connection from this host to host a (rank 0), at {place}",
+    ]
 
 
 def _started(watch: HostWatch) -> threading.Thread:

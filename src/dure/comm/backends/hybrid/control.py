@@ -87,6 +87,7 @@ class ControlChannel:
     Attributes:
         host: The other host.
         link: The connection; its monitor reports when it opens and when it breaks.
+        endpoint: Where the listening one of the two leaders listens.
         is_open: Whether its handshake has succeeded.
         heard: Whether a message was received.
         begun: How many collectives the other leader has begun.
@@ -97,6 +98,7 @@ class ControlChannel:
 
     host: int
     link: MonitoredSocket
+    endpoint: str = ""
     is_open: bool = False
     heard: bool = False
     begun: int = 0
@@ -160,6 +162,7 @@ def open_channel(
             contact = msgspec.msgpack.decode(options.store.get(key), type=_Contact)
             link.socket.curve_serverkey = contact.public
             link.connect(contact.endpoint)
+        channel.endpoint = contact.endpoint
     return channel
 
 
@@ -202,7 +205,7 @@ class HostWatch:
             if host != here:
                 self._channels.append(open_channel(self._context, here, host, address, options))
         deadline = time.monotonic() + options.timeout.total_seconds()
-        while silent := [channel.host for channel in self._channels if not channel.heard]:
+        while silent := [channel for channel in self._channels if not channel.heard]:
             for channel in self._channels:
                 channel.send(ControlMessage())
                 if channel.link.socket.poll(_LOOK_MS):
@@ -210,13 +213,21 @@ class HostWatch:
             if time.monotonic() > deadline:
                 raise RendezvousTimeout(
                     "not all hosts can be reached",
-                    missing=tuple(comms.hosts.ranks[h][0] for h in silent),
+                    missing=tuple(comms.hosts.ranks[channel.host][0] for channel in silent),
                     group=options.name,
                     rank=options.rank,
-                    seen=", ".join(map(comms.hosts.describe, silent)),
-                    fix="Check that the hosts can reach each other's ports.",
+                    seen=", ".join(map(self._unconnected, silent)),
+                    fix="Check for a firewall between the hosts, and that other hosts reach that "
+                    "address; GLOO_SOCKET_IFNAME names another interface.",
                 )
         self._broadcast(ControlMessage())  # messages sent before a leader had connected are lost
+
+    def _unconnected(self, channel: ControlChannel) -> str:
+        hosts = self._comms.hosts
+        other, here = hosts.describe(channel.host), "this host"
+        connects, listens = (other, here) if hosts.here < channel.host else (here, other)
+        place = channel.endpoint.removeprefix("tcp://")
+        return f"no connection from {connects} to {listens}, at {place}"
 
     def start(self) -> None:
         """Begin to watch."""
