@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.comm.forked_ranks import Ranks
-from tests.comm.namespace_hosts import Host, hosts, variables_of, why_not
+from tests.comm.namespace_hosts import Host, variables_of, why_not
 
 STORE_PORT = 29500
 SECOND = "10.213.8.{}"
@@ -147,23 +147,10 @@ def ranks_on(
     folder: Path,
     fn: Callable[..., object],
     *args: object,
+    each: int = 1,
     **variables: str,
 ) -> Iterator[Ranks]:
-    """Run `fn(slot, variables, *args)` on a rank of every host; the first has the store."""
-    with several_ranks_on(made, 1, folder, variables, fn, *args) as ranks:
-        yield ranks
-
-
-@contextmanager
-def several_ranks_on(
-    made: Sequence[Host],
-    each: int,
-    folder: Path,
-    variables: dict[str, str],
-    fn: Callable[..., object],
-    *args: object,
-) -> Iterator[Ranks]:
-    """Run `fn(slot, variables, *args)` on `each` ranks of every host, as `ranks_on`."""
+    """Run `fn(slot, variables, *args)` on `each` ranks of every host; the first has the store."""
     with forked_ranks(made, each, folder) as ranks:
         ranks.start(fn, variables_of(made, each, folder / "key") | variables, *args)
         yield ranks
@@ -182,24 +169,3 @@ def set_variables(rank: int, variables: dict[str, str]) -> None:
     """Set the environment of a rank that was forked into its host."""
     os.environ |= variables | {"RANK": str(rank)}
     os.environ["LOCAL_RANK"] = str(rank % int(variables["LOCAL_WORLD_SIZE"]))
-
-
-__all__ = [
-    "STORE_PORT",
-    "add_second_network",
-    "close_ports",
-    "forked_ranks",
-    "give_names",
-    "hosts",
-    "inside",
-    "lose_packets",
-    "ranks_on",
-    "received",
-    "set_mtu",
-    "set_variables",
-    "several_ranks_on",
-    "shift_clock",
-    "stop_hearing",
-    "use_ipv6_only",
-    "why_no_firewall",
-]

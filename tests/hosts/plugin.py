@@ -1,17 +1,12 @@
 """A program of stock torch for ranks on hosts, on the backend "dure": values against one process.
 
-It prints "rank R: right" as its last line. With the word `reduce` it only reduces, until the folder
-given has a file `finish`, and each rank writes its process number into `up RANK` there.
+It prints "rank R: right" as its last line.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
-import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,24 +42,12 @@ def compute(rank: int, count: int) -> None:
         assert len(alone) == STEPS
 
 
-def reduce(rank: int, folder: Path) -> None:
-    finish = torch.zeros(10_000)
-    while not finish[0]:
-        finish = torch.full_like(finish, float((folder / "finish").exists()))
-        td.all_reduce(finish)
-        (folder / f"up {rank}").write_text(str(os.getpid()))
-        time.sleep(0.05)
-
-
 def main() -> None:
     td.init_process_group("dure", timeout=timedelta(seconds=60))
     rank, count = td.get_rank(), td.get_world_size()
     world: Any = td.group.WORLD
     assert world.ours.backend_name == "hybrid"
-    if "reduce" in sys.argv:
-        reduce(rank, Path(sys.argv[1]))
-    else:
-        compute(rank, count)
+    compute(rank, count)
     td.destroy_process_group()
     print(f"rank {rank}: right", flush=True)
 

@@ -1,4 +1,4 @@
-"""Two jobs on the same hosts at the same time, or one after the other."""
+"""Two jobs on the same hosts at the same time."""
 
 from __future__ import annotations
 
@@ -25,18 +25,3 @@ def test_a_second_job_at_a_taken_endpoint_is_refused_or_waits_and_says_so(jobs: 
     assert first.codes() + spare.codes() == [0, 0, 0, 0], spare.printed()
     assert spare.printed().count("the job has ended; this host had no part in it") == 2
     assert other.steps() == spare.steps() == []
-
-
-@pytest.mark.slow
-def test_a_second_job_runs_at_another_port_and_one_after_the_other_at_the_same(
-    jobs: HostJobs,
-) -> None:
-    first = jobs.start_reducing("dure run")
-    beside = jobs.start("dure run", beside=first, port=29444)
-    beside.wait_until_up()
-    for job in (first, beside):
-        (job.folder / "finish").touch()
-    assert first.codes() + beside.codes() == [0, 0, 0, 0], beside.printed()
-    after = jobs.start("dure run", beside=first)
-    (after.folder / "finish").touch()
-    assert after.codes() == [0, 0], after.printed()

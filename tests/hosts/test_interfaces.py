@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import dure as dist
-from dure.errors import UsageError
 from tests.comm.forked_ranks import Slot
-from tests.hosts.networks import add_second_network, hosts, ranks_on, received, set_variables
+from tests.comm.namespace_hosts import hosts
+from tests.hosts.networks import add_second_network, ranks_on, received, set_variables
 
 pytestmark = pytest.mark.needs("network namespaces", "engine")
 
@@ -33,24 +33,8 @@ def test_the_chosen_interface_carries_the_data(tmp_path: Path):
             folder = tmp_path / str(backend)
             folder.mkdir()
             before = {name: received(made[1], name) for name in ("eth0", "eth1")}
-            chosen = {"GLOO_SOCKET_IFNAME": "eth1"}
-            with ranks_on(made, folder, reduce, backend, **chosen) as ranks:
+            with ranks_on(made, folder, reduce, backend, GLOO_SOCKET_IFNAME="eth1") as ranks:
                 assert ranks.values() == [2.0, 2.0]
             taken = {name: received(made[1], name) - before[name] for name in before}
             assert taken["eth1"] > NBYTES // 2
             assert taken["eth0"] < NBYTES // 8, "the store's only"
-
-
-def refused(slot: Slot, variables: dict[str, str]) -> str:
-    set_variables(slot.rank, variables)
-    with pytest.raises(UsageError) as info:
-        dist.init_process_group("gloo")
-    return str(info.value)
-
-
-def test_an_interface_that_does_not_exist_is_refused_by_name(tmp_path: Path):
-    chosen = {"GLOO_SOCKET_IFNAME": "ib7"}
-    with hosts(2, "none") as made, ranks_on(made, tmp_path, refused, **chosen) as ranks:
-        for rank, said in enumerate(ranks.values()):
-            assert "GLOO_SOCKET_IFNAME names an interface that this host does not have" in said
-            assert f"'ib7' on {made[rank].name}, which has eth0, lo" in said

@@ -11,7 +11,6 @@ import gc
 import os
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,8 @@ import torch
 import dure as dist
 from dure.comm.world import current_world
 from tests.comm.forked_ranks import Slot
-from tests.hosts.networks import hosts, set_variables, several_ranks_on
+from tests.comm.namespace_hosts import hosts
+from tests.hosts.networks import ranks_on, set_variables
 from tests.waiting import until
 
 pytestmark = pytest.mark.needs("network namespaces", "engine")
@@ -31,33 +31,22 @@ MOST_GROWTH = 24 << 20
 """Of memory, in the second half of the turns: of the C library's allocator, and of caches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
-    """What a rank uses that a group takes: descriptors (ports among them), threads, memory.
+def _used_now() -> tuple[tuple[int, ...], int]:
+    """Return what a rank uses that a group takes, and how many keys all ranks have.
 
-    Keys are those of all ranks, who may still remove some of a group that is gone here.
+    That is descriptors (ports among them), threads and mappings. Other ranks may still remove keys
+    of a group that is gone here.
     """
-
-    descriptors: int
-    threads: int
-    shared_mappings: int
-    keys: int
-
-    def is_no_more_than(self, first: Used) -> bool:
-        """Return whether nothing was added."""
-        return replace(self, keys=0) == replace(first, keys=0) and self.keys <= first.keys
-
-
-def _used_now() -> Used:
     gc.collect()
     found = current_world().rendezvous
-    assert found is not None
-    return Used(
-        descriptors=len(os.listdir("/proc/self/fd")),
-        threads=len(os.listdir("/proc/self/task")),
-        shared_mappings=Path("/proc/self/maps").read_text().count("dure"),
-        keys=found.store.num_keys(),
-    )
+    mappings = Path("/proc/self/maps").read_text().count("dure")
+    own = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mappings)
+    return own, found.store.num_keys()
+
+
+def _nothing_was_added(first: tuple[tuple[int, ...], int]) -> bool:
+    own, num_keys = _used_now()
+    return own == first[0] and num_keys <= first[1]
 
 
 def _resident() -> int:
@@ -97,7 +86,6 @@ def _use(groups: list[dist.ProcessGroup], turn: int) -> None:
             for value, group in zip(values, groups, strict=True)
         ]
         for value, group, work in zip(values, groups, works, strict=True):
-            assert work is not None
             work.wait()
             assert (value == sum(_members(group)) + turn * len(_members(group))).all()
 
@@ -114,7 +102,7 @@ def turns(slot: Slot, variables: dict[str, str], backend: str, count: int) -> in
     for half in range(2):
         for turn in range(count // 2):
             _turn(turn)
-        until(lambda: _used_now().is_no_more_than(first), lambda: f"{first}\n{_used_now()}")
+        until(lambda: _nothing_was_added(first), lambda: f"{first}\n{_used_now()}")
         resident[half] = _resident()
         dist.barrier()
     dist.destroy_process_group()
@@ -134,7 +122,7 @@ def _turn(turn: int) -> None:
 def test_groups_come_and_go(backend: str, tmp_path: Path):
     with (
         hosts(3, "groups") as made,
-        several_ranks_on(made, EACH, tmp_path, {}, turns, backend, 40) as ranks,
+        ranks_on(made, tmp_path, turns, backend, 40, each=EACH) as ranks,
     ):
         grown = ranks.values()
     assert max(grown) < MOST_GROWTH, grown

@@ -11,7 +11,8 @@ import torch
 
 from dure import rpc
 from tests.comm.forked_ranks import Slot
-from tests.hosts.networks import give_names, hosts, set_variables, several_ranks_on
+from tests.comm.namespace_hosts import hosts
+from tests.hosts.networks import give_names, ranks_on, set_variables
 
 pytestmark = pytest.mark.needs("network namespaces", "engine")
 
@@ -52,5 +53,5 @@ def test_workers_listen_where_all_of_them_reach_each_other(
     with hosts(num_hosts, "rpc") as made:
         give_names(made, tmp_path)
         each = 2 // num_hosts
-        with several_ranks_on(made, each, tmp_path, {}, meet, is_fixed) as ranks:
+        with ranks_on(made, tmp_path, meet, is_fixed, each=each) as ranks:
             assert ranks.values() == addresses

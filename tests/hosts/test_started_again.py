@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -22,7 +21,7 @@ from dure.store import rendezvous
 from tests.comm.forked_ranks import Ranks, Slot
 from tests.comm.namespace_hosts import PORT, Host, hosts, variables_of
 from tests.hosts.networks import forked_ranks, set_variables
-from tests.waiting import PATIENCE_S, stop, until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.needs("network namespaces", "engine")
 
@@ -112,16 +111,3 @@ def test_a_job_does_not_begin_in_the_store_of_one_that_could_not_begin(tmp_path:
             if rank < COUNT - 1:  # the last one's number is still waited for in the old job
                 assert "taken by the store of another job" in str(error)
                 assert "rank 0 (pid" in error.seen and " on a)" in error.seen
-
-
-@pytest.mark.slow  # ranks wait for the store until their timeout
-def test_a_port_that_a_stopped_process_holds_is_named(tmp_path: Path):
-    with two_jobs(tmp_path) as (_, variables, old, new):
-        old.start(reduce, variables, 1, None)
-        until(lambda: len(list((tmp_path / "old").glob("call1-*"))) == COUNT, "ranks that reduce")
-        (rank_0,) = psutil.Process(old.pids[0]).children()  # within the host's namespaces
-        stop(rank_0.pid)
-        new.start(reduce, variables, 100, 5, 5.0)
-        assert "cannot listen on 10.213.7.1:29500" in str(new.result(0))
-        for rank in range(1, COUNT):
-            assert isinstance(new.result(rank), RendezvousTimeout)

@@ -1,6 +1,7 @@
 """One job in each way of launching, on hosts of several kinds of networks.
 
-Its program (`job.py`) runs collectives and RPC, and compares DDP and FSDP with one process.
+Its program (`job.py`) runs collectives and RPC, and compares DDP and FSDP with one process;
+`plugin.py` does the same in stock torch, on the backend "dure".
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ SLOW = pytest.mark.slow
     ("way", "network"),
     [
         ("torchrun", "short packets"),
+        ("torchrun", "stock torch"),
         ("dure run", "Debian's names"),
         ("dure run", "other clock"),
         ("ssh", "plain"),
@@ -38,9 +40,10 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_ranks_compute_what_one_process_computes(way: str, network: str, tmp_path: Path):
-    jobs = HostJobs(tmp_path, "tests.hosts.job")
+    plugin = network == "stock torch"
+    jobs = HostJobs(tmp_path, "tests.hosts.plugin" if plugin else "tests.hosts.job")
     with jobs.stack:
-        job = jobs.start(way, network)
+        job = jobs.start(way, "plain" if plugin else network)
         codes = job.codes()
         for rank in range(4):
             assert f"rank {rank}: right" in job.printed(), job.printed()

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from dure.errors import StoreError
+from dure.errors import StoreError, UsageError
 from dure.store import HashStore, TCPStore, address
 from dure.store.address import (
     Address,
@@ -15,6 +15,7 @@ from dure.store.address import (
     resolve,
     resolve_shared,
 )
+from dure.store.identity import host_name
 from dure.store.key import mint
 from dure.store.listener import listen
 from tests.waiting import PATIENCE_S
@@ -117,6 +118,15 @@ def test_a_host_whose_own_name_is_unknown_offers_the_address_of_an_interface(
     monkeypatch.setattr(address, "first_address", lambda: None)
     with pytest.raises(StoreError, match="this host's own name cannot be resolved"):
         own_address()
+
+
+def test_an_interface_that_this_host_does_not_have_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    with pytest.raises(UsageError, match="GLOO_SOCKET_IFNAME names an interface") as caught:
+        outward_address(HashStore())
+    assert caught.value.seen.startswith(f"'ib7' on {host_name()}, which has ")
 
 
 @pytest.mark.usefixtures("debian")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 import subprocess
 
@@ -24,16 +25,26 @@ JOB = HostsJob(
 )
 
 
+SAY = """
+import json, os, sys
+program = sys.argv[sys.argv.index("--") + 1:]
+shown = {name: value for name, value in os.environ.items() if name.startswith("X_")}
+print(json.dumps([program, shown, os.getcwd(), sys.stdin.read()]))
+"""
+WORDS = ("a b", "it's", '"q"', "$HOME", "", "ünï→", "*", "back\\slash", "two\nlines", "`x`")
+WORDS += ("$(id)", "!h", "--nproc", "-x", "~", "#", "a;b", "%s", "--")
+
+
 @pytest.mark.parametrize("shell", ["sh", "bash"])
-def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
+def test_hosts_shell_reads_words_and_variables_as_they_are_and_leaves_the_key(shell, tmp_path):
     directory = tmp_path / "with a blank"
     directory.mkdir()
-    say = "import os, sys; print(os.environ['A'], os.environ['v'], os.getcwd(), sys.stdin.read())"
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\nexec python3 -c {shlex.quote(say)}\n")
-    program.chmod(0o755)
-    exports = {"A": "1 2'$x\\n", "v": "3"}
-    job = dataclasses.replace(JOB, directory=str(directory), python=str(program), exports=exports)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec python3 -c {shlex.quote(SAY)} "$@"\n')
+    python.chmod(0o755)
+    exports = {"X_A": "1 2'$x\\n\"`x`", "X_EMPTY": "", "X_U": " ünï→ "}
+    place = {"directory": str(directory), "python": str(python)}
+    job = dataclasses.replace(JOB, **place, program=WORDS, exports=exports)
     key, command = bytes(range(32)), host_command(job, 0)
     assert key.hex() not in command
     assert "1 2'" not in command
@@ -43,7 +54,7 @@ def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
         capture_output=True,
         check=True,
     )
-    assert done.stdout.decode().split("\n")[0] == f"1 2'$x\\n 3 {directory} {key.hex()}"
+    assert json.loads(done.stdout) == [[*WORDS], exports, str(directory), f"{key.hex()}\n"]
 
 
 def test_value_of_several_lines_is_refused():

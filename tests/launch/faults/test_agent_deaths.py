@@ -5,7 +5,6 @@ Launchers that are stopped, and hosts that fail again and again, are in the dril
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
@@ -41,26 +40,6 @@ def test_a_killed_worker_costs_a_round_and_the_program_goes_on_from_its_checkpoi
     crew.advance()
     crew.finish()
     assert [host.end() for host in crew.hosts] == [0, 0]
-
-
-def test_programs_that_fail_at_once_are_restarted_later_and_later_on_all_hosts(crew: Crew) -> None:
-    for number in range(2):
-        (crew.folder / f"fail 1 {number}").touch()
-    logs = [crew.folder / f"{host}.jsonl" for host in "ab"]
-    crew.start("a", *FIXED, "--event-log", str(logs[0]))
-    crew.start("b", *FIXED, "--event-log", str(logs[1]))
-    crew.round(2, 2)
-    crew.finish()
-    assert [host.end() for host in crew.hosts] == [0, 0]
-    for host, log in zip(crew.hosts, logs, strict=True):
-        events = [json.loads(line) for line in log.read_text().splitlines()]
-        restarts = [event for event in events if event["event"] == "restart"]
-        assert [(e["number"], e["restarts"], e["delay_s"]) for e in restarts] == [
-            (1, 1, 0),
-            (2, 2, 1),
-        ]
-        assert all("SystemExit: 17" in event["why"] for event in restarts)
-        assert "SystemExit: 17; the next round starts in 1 s" in host.err
 
 
 def test_the_first_failure_is_every_hosts_exit_code_and_node_0_tells_it(crew: Crew) -> None:
@@ -105,19 +84,6 @@ def test_when_the_coordinator_is_killed_all_end_and_a_new_start_goes_on_from_the
     assert [host.end() for host in crew.hosts[2:]] == [0, 0]
 
 
-@pytest.mark.slow
-def test_who_is_left_when_the_coordinator_is_started_again_joins_the_new_job(crew: Crew) -> None:
-    first = two(crew, OPEN)
-    step = crew.advance()
-    crew.hosts[0].process.kill()
-    crew.wait_for(lambda: not alive(first[1].pid), "the rank of b to end at its deadline")
-    crew.forget_starts()
-    crew.start("a", *OPEN)
-    assert crew.round(0, 2)[0].step >= step
-    crew.finish()
-    assert [host.end() for host in crew.hosts[1:]] == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("flags", "which"), [(FIXED, 1), (OPEN, 0)], ids=["one of a fixed number", "the coordinator"]
 )
@@ -141,33 +107,3 @@ def test_an_elastic_jobs_dead_worker_is_replaced_and_the_others_are_not_touched(
     assert alive(first[0].pid)
     crew.finish()
     assert [host.end() for host in crew.hosts] == [0, 0]
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_replaced_and_not_the_one_that_waits_for_it_on_another_host(
-    crew: Crew,
-) -> None:
-    (crew.folder / "program.py").write_text("""if True:
-        import os, time
-        import torch
-        import dure
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            dure.init_process_group()
-            dure.barrier()
-            if os.environ["RANK"] == "0":
-                time.sleep(600)
-            try:
-                dure.barrier()
-            except dure.PeerLost as lost:
-                print("lost", lost.peer)
-                os._exit(0)
-    """)
-    flags = ("--nnodes", "2", "--nproc", "1", "--max-restarts", "2", "--elastic")
-    for name in "ab":
-        crew.start(name, *flags, "--hang-timeout", "4")
-        crew.wait_for_store()
-    assert [host.end() for host in crew.hosts] == [0, 0]
-    a, b = crew.hosts
-    assert "rank 0 hangs, and is killed" in a.err
-    assert "hangs" not in b.err
-    assert "lost 0" in b.out

@@ -1,4 +1,4 @@
-"""Hosts that can be reached by ssh: network namespaces (`procs.hosts`) with an sshd in each.
+"""Hosts that can be reached by ssh: network namespaces (`comm.namespace_hosts`), with sshd in each.
 
 All keys, and what ssh knows of the hosts, lie in a folder of the test. A host is called by its
 name, a or b, which only this ssh configuration knows.
@@ -58,7 +58,6 @@ def ssh_hosts(
     with hosts(count, name) as made:
         for host in made:
             sshd = host.start_any([SSHD, "-D", "-e", "-f", server_config], {})
-            assert sshd.stderr is not None
             while "listening" not in (line := sshd.stderr.readline()):
                 assert line, "sshd has ended"
         server = (folder / "server.pub").read_text().split()[:2]
