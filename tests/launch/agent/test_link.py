@@ -145,7 +145,6 @@ def test_ctrl_c_ends_the_wait_for_hosts_that_do_not_read_the_end_of_the_job(port
         first = HostEndpoint(spec, key, signals=signals, say=lambda line: None)
         with contextlib.closing(first), linked(spec, key) as second:
             control = first.reach(settings_of(spec), first=True)
-            assert control is not None
             second.join("b")
             os.kill(os.getpid(), signal.SIGINT)
             began = time.monotonic()

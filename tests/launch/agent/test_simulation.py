@@ -34,7 +34,6 @@ def test_each_death_counts_once_although_messages_are_lost_late_and_doubled(
     if elastic:
         assert state.restarts == 3
     else:  # ranks that die in the same round cost one restart, and so does a lost connection
-        assert state.plan is not None
         assert 1 <= state.restarts == state.plan.number <= 3
 
 

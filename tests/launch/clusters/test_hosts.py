@@ -61,7 +61,6 @@ def test_hostfile_has_hosts_and_slots(tmp_path):
 def test_hostfile_may_be_a_pipe_of_a_command():
     command = ["bash", "-c", "sleep 0.2; printf 'a\\nb slots=2\\n'"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as listing:
-        assert listing.stdout is not None
         path = Path(f"/dev/fd/{listing.stdout.fileno()}")
         assert pairs(read_hostfile(path)) == [("a", None), ("b", 2)]
 

@@ -27,16 +27,6 @@ def test_one_launcher_a_host_takes_everything_from_slurm():
     assert "Slurm" in take_node_slot(detect(seen.SLURM_AGENT), {}).line
 
 
-@pytest.mark.parametrize("environ", [seen.PYTORCHJOB, seen.INDEXED_JOB])
-def test_pods_and_tasks_take_their_slot(environ):
-    found = detect(environ)
-    assert found.slot is not None
-    values = taken(environ)
-    assert values["nnodes"] == (found.slot.nnodes,) * 2
-    assert values["node_rank"] == found.slot.node_rank
-    assert values["endpoint"] == found.endpoint
-
-
 def test_flags_go_before_the_cluster():
     values = taken(seen.SLURM_AGENT, nproc=2, endpoint="a:1", run_id="mine")
     assert set(values) == {"nnodes", "backend", "node_rank"}

@@ -1,7 +1,7 @@
 """Commands of a test (`dure run` and others) on small programs; nothing of them may remain.
 
 A `Launching` tags the environment of all that it starts. So a test finds every process of its jobs,
-whoever started it, on this host and in the namespaces of `procs.hosts`.
+whoever started it, on this host and in the namespaces of `comm.namespace_hosts`.
 """
 
 from __future__ import annotations
@@ -220,7 +220,6 @@ def launching(directory: Path) -> Iterator[Launching]:
 
 def wait_for_lines(process: subprocess.Popen[str], count: int) -> list[str]:
     """Return once the ranks have printed `count` lines: one that several share counts for each."""
-    assert process.stdout is not None
     lines: list[str] = []
     while sum(len(writers(line)) for line in lines) < count:
         line = process.stdout.readline()

@@ -110,19 +110,6 @@ def standard_input(fd: int) -> Iterator[None]:
         os.close(kept)
 
 
-def test_rank_zero_reads_standard_input(stage: Stage) -> None:
-    read = "import sys; print(repr(input()), sys.stdin.readline(), sys.stdin.buffer.name)"
-    put(Path(stage.spec.program), read)
-    answers: list[bytes] = []
-    for forked in (False, True):
-        reading, writing = os.pipe()
-        with open(reading), standard_input(reading):
-            os.write(writing, b"first\nsecond\nthe rest")
-            os.close(writing)
-            answers.append(stage.rank(forked=forked).out)
-    assert answers == [b"'first' second\n <stdin>\n"] * 2
-
-
 def test_standard_input_may_be_a_terminal(stage: Stage) -> None:
     put(Path(stage.spec.program), FACTS)
     ours, theirs = pty.openpty()
@@ -163,7 +150,6 @@ def test_unfit_import_leaves_ranks_to_fresh_interpreters(here: Path, what: str) 
     never, hold = os.pipe()
     said: list[str] = []
     with open(never), open(hold), zygote_for(spec, "a-job", None) as zygote:
-        assert zygote is not None
         assert not zygote.is_ready(never, said.append)
         assert len(said) == 1
         assert zygote.fork(None) is None  # pyright: ignore[reportArgumentType]

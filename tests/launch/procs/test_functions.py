@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,9 +195,9 @@ print(dure.spawn(load, 1, start="spawn", env={"PYTHONWARNINGS": "error::RuntimeW
 """
 
 
-def test_program_runs_once_however_ranks_start_their_workers(tmp_path: Path) -> None:
-    done = run_program(tmp_path, LOADER)
-    assert (done.stdout, done.stderr) == ("run as __main__\n[[0, 1, 0, 1]]\n", "")
+def test_program_runs_once_however_ranks_start_their_workers(job: Launching) -> None:
+    done = job.finish(job.start_any(sys.executable, job.write(LOADER)))
+    assert (done.out, done.err) == ("run as __main__\n[[0, 1, 0, 1]]\n", "")
 
 
 BADLY_GUARDED = """
@@ -212,20 +211,9 @@ else:
 """
 
 
-def test_spawn_in_a_worker_that_still_imports_its_main_module_is_refused(tmp_path: Path) -> None:
-    done = run_program(tmp_path, BADLY_GUARDED)
-    assert "UsageError: this process has not yet imported its main module" in done.stderr
-
-
-def run_program(directory: Path, program: str) -> subprocess.CompletedProcess[str]:
-    (directory / "program.py").write_text(program)
-    return subprocess.run(
-        [sys.executable, str(directory / "program.py")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+def test_spawn_in_a_worker_that_still_imports_its_main_module_is_refused(job: Launching) -> None:
+    done = job.finish(job.start_any(sys.executable, job.write(BADLY_GUARDED)))
+    assert "UsageError: this process has not yet imported its main module" in done.err
 
 
 KERNEL = """
@@ -265,7 +253,6 @@ dure.spawn(rank, 1, start="fork")
 def test_children_of_forked_ranks_end_with_a_killed_notebook(job: Launching) -> None:
     """A copy of the launcher's descriptors in them would hide its death from the reaper."""
     notebook = job.start_any(sys.executable, job.write(CHILD_OF_A_RANK))
-    assert notebook.stdout is not None
     assert "started" in notebook.stdout.readline()
     notebook.kill()
     job.wait_until_gone()

@@ -12,17 +12,6 @@ from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.needs("ClusterShell")
 
-SAVE = """
-    import os, signal, sys, time
-    def save(number, frame):
-        open("asked", "w").close()
-        time.sleep(10)
-        open("saved", "w").close()
-        sys.exit(143)
-    signal.signal(signal.SIGTERM, save)
-    open("ready", "w").close()
-    signal.pause()
-"""
 FLOOD = """
     import os, signal, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -38,15 +27,6 @@ FLOOD = """
     open("full", "w").close()
     signal.pause()
 """
-
-
-@pytest.mark.slow
-def test_ranks_on_hosts_have_the_documented_time_to_save(job: Launching) -> None:
-    launcher = job.start("--hosts", "localhost", "--no-zygote", job.write(SAVE))
-    until((job.directory / "ready").exists, "a rank that runs")
-    launcher.send_signal(signal.SIGTERM)
-    assert job.finish(launcher).code == 143
-    assert (job.directory / "saved").exists()
 
 
 def test_closed_output_ends_the_job_without_a_traceback(job: Launching) -> None:

@@ -8,7 +8,7 @@ import sys
 
 from dure.launch.ranks.cores import num_cores
 from dure.store.system import cpu_quota
-from tests.launch.procs.launching import DURE, Launching
+from tests.launch.procs.launching import Launching
 
 SHOW = """
     import json, os, sys
@@ -114,18 +114,3 @@ def test_any_program_runs_without_python(job: Launching) -> None:
     """
     done = job.run("-n", "2", "--no-python", "sh", "-c", script)
     assert (done.code, done.lines(0), done.lines(1)) == (3, ["0 of 2"], ["1 of 2"])
-
-
-def test_other_commands_and_the_launcher_load_no_torch(job: Launching) -> None:
-    code = """if True:
-        import sys, dure.launch, dure.cli.run.command
-        from dure.cli.app import run_command_line
-        for words in (["--help"], ["env"], ["version"], ["run", "--help"]):
-            assert run_command_line(words) == 0
-        sys.exit("torch" in sys.modules)
-    """
-    code_run, help_run = job.finish_all(
-        job.start_any(sys.executable, "-c", code), job.start_any(*DURE, "--help")
-    )
-    assert code_run.code == 0, code_run.err
-    assert "run" in help_run.out

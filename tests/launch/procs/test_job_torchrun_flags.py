@@ -39,7 +39,6 @@ def test_streams_go_to_files_and_terminal_as_torchruns_do(job: Launching) -> Non
     assert "[0] error of 0" in done.err
     assert "[1] error of 1" in done.err
     error = read_error(logs / "me/attempt_0/rank_1/error.json")  # though it is not decorated
-    assert error is not None
     assert error.message == "AssertionError: rank 1 fails"
     assert not (logs / "me/attempt_0/rank_0/error.json").exists()
 
@@ -69,7 +68,6 @@ def test_failure_is_handed_on_to_a_launcher_around_this_one(
     file = job.directory / "outer.json"
     done = job.run("-n", "1", job.write(program), env={"TORCHELASTIC_ERROR_FILE": str(file)})
     error = read_error(file)
-    assert error is not None
     assert error.message.startswith(message)
     assert error.exit_code == done.code
 
@@ -108,29 +106,3 @@ def test_ranks_are_bound_before_their_program_runs(job: Launching) -> None:
     refused = job.run("-n", "2", "--numa-binding", "exclusive", script)
     if not os.path.exists("/proc/driver/nvidia/gpus"):
         assert refused.code != 0  # torch says why
-
-
-MEET = """
-    import os
-    print(*(os.environ[x] for x in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE")))
-"""
-
-
-def test_two_hosts_meet_by_the_variables_that_kubeflow_sets(job: Launching, port: int) -> None:
-    """PyTorchJob and TrainJob give torchrun's variables, and no flag but the number of ranks."""
-    (job.directory / "config/dure").mkdir(parents=True)
-    script = job.write(MEET)
-    variables = {
-        "XDG_CONFIG_HOME": str(job.directory / "config"),
-        "PET_NNODES": "2",
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(port),
-    }
-    hosts = [
-        job.start(f"-n{ranks}", script, env=variables | {"PET_NODE_RANK": str(node)})
-        for node, ranks in enumerate((2, 1))
-    ]
-    finished = job.finish_all(*hosts)
-    assert [done.code for done in finished] == [0, 0], finished
-    lines = sorted(line.partition("] ")[2] for done in finished for line in done.out.splitlines())
-    assert lines == ["0 0 0 3", "1 1 0 3", "2 0 1 3"]

@@ -74,7 +74,6 @@ def test_ctrl_c_before_a_restart_names_no_rank_of_the_round_before(job: Launchin
         raise SystemExit(1)
     """)
     process = job.start("-n", "2", "--max-restarts", "9", program)
-    assert process.stderr is not None
     while "starts in 2 s" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)

@@ -90,7 +90,6 @@ def test_zygote_leaves_when_the_user_has_had_enough(spec: JobSpec) -> None:
     interrupted, write = os.pipe()
     os.write(write, b"\2")
     with open(interrupted), open(write), zygote_for(spec, "a-job", None) as zygote:
-        assert zygote is not None
         said: list[str] = []
         assert not zygote.is_ready(interrupted, said.append)
         assert said == []

@@ -17,7 +17,6 @@ def test_crash_is_what_the_rank_told_and_kept_in_its_file(tmp_path: Path) -> Non
     path = tmp_path / "error.json"
     assert known_crash(path, CRASH, Exit(code=1)) == CRASH
     kept = read_error(path)
-    assert kept is not None
     assert kept.message == "ValueError: told"
     write_error(path, RecordedError(message="OSError: the program's own", traceback="T"))
     assert known_crash(path, CRASH, Exit(code=1)) == CRASH

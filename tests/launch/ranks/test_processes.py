@@ -26,7 +26,6 @@ def test_a_process_is_signalled_without_a_look_at_all_others(
     with subprocess.Popen(
         ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as rank:
-        assert rank.stdout is not None
         job = JobProcesses(start_times((rank.pid,)), "no job of this name")
         try:
             grandchild = int(rank.stdout.readline())
@@ -86,8 +85,6 @@ def test_detached_process_that_dies_to_the_launcher_is_reaped() -> None:
             env=environment,
         ) as rank,
     ):
-        assert rank.stdin is not None
-        assert rank.stdout is not None
         detached = int(rank.stdout.readline())
         rank.stdin.close()
         os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # and its child is ours

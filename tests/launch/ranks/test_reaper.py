@@ -39,7 +39,6 @@ def rank(*words: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
-        assert process.stdout is not None
         process.stdout.close()
 
 
@@ -57,7 +56,6 @@ def test_rank_that_has_overwritten_its_environment_dies_at_the_deadline() -> Non
     job = uuid.uuid4().hex
     words = (sys.executable, "-c", ZEROES_ENVIRONMENT)
     with rank(*words, DURE_LAUNCHER=job) as process, contextlib.closing(Reaper(job)) as own:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         own.watch(start_times([process.pid]))
         own.extend(boottime() - 1)
