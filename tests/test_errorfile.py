@@ -37,7 +37,6 @@ def test_error_is_read_whoever_wrote_it(file: Path, decorator: Callable[..., Any
     with pytest.raises(ValueError, match="too: late"):
         decorator(fail)()
     error = read_error(file)
-    assert error is not None
     assert (error.message, error.type) == ("ValueError: too: late", "ValueError")
     assert error.traceback.rstrip().endswith("ValueError: too: late")
     assert 'raise ValueError("too: late")' in error.traceback
@@ -103,7 +102,6 @@ def test_launchers_error_leaves_the_report_of_the_rank(file: Path) -> None:
     with pytest.raises(LaunchError):
         launch()
     error = read_error(file)
-    assert error is not None
     assert (error.type, error.traceback, error.exit_code) == ("KeyError", "Traceback: there", 4)
 
 
@@ -135,5 +133,4 @@ def test_error_file_is_read_as_text_that_can_be_shown(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     write_error(path, RecordedError(message="OSError: \udcff", traceback="\udcff.py"))
     error = read_error(path)
-    assert error is not None
     assert error.message.encode() and error.traceback.encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -14,11 +13,7 @@ import pytest
 import dure
 from dure import version
 from dure.version import PROTOCOL, RELEASE
-
-ROOT = Path(__file__).parents[1]
-BUILD_VERSION = ROOT / "scripts/build_version.py"
-
-pytestmark = pytest.mark.skipif(not BUILD_VERSION.exists(), reason="needs the sources")
+from tests.arch.sources import ROOT, script
 
 
 def test_the_version_is_the_releases_with_the_commit_that_was_built():
@@ -29,12 +24,7 @@ def test_the_version_is_the_releases_with_the_commit_that_was_built():
 
 
 def version_of(root: Path) -> str:
-    spec = importlib.util.spec_from_file_location("build_version", BUILD_VERSION)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.version(root)
+    return script("scripts/build_version.py").version(root)
 
 
 def git(folder: Path, *words: str) -> str:

@@ -1,9 +1,13 @@
 """The source tree as data: files, syntax trees and imports, for the tests of its architecture."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "dure"
@@ -30,6 +34,16 @@ def tree_of(path: Path) -> ast.Module:
 def lines_of(path: Path) -> list[str]:
     """Read a file's lines once."""
     return path.read_text().splitlines()
+
+
+def script(path: str) -> ModuleType:
+    """Import a script by its path from the root; it may have no ending."""
+    loader = SourceFileLoader(f"script_{Path(path).stem}", str(ROOT / path))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = sys.modules[loader.name] = module_from_spec(spec)  # where dataclasses look
+    loader.exec_module(module)
+    return module
 
 
 def shown(path: Path, line: int = 0) -> str:

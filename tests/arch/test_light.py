@@ -37,7 +37,7 @@ def test_import_dure_is_light():
 
 LIGHT = ["dure.errors", "dure.env", "dure.trace", "dure.store", "dure.launch", "dure.native"]
 LIGHT += ["dure.cli", "dure.cli.plan"]
-LIGHT += [f"dure.cli.{command}.command" for command in ("demo", "bench", "doctor")]
+LIGHT += [f"dure.cli.{command}.command" for command in ("run", "demo", "bench", "doctor")]
 
 
 VIEWER = pytest.param("dure.viewer.server", marks=pytest.mark.needs("extra page"))

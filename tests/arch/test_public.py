@@ -206,17 +206,3 @@ def test_examples_and_documents_use_public_names_only():
             tree = ast.parse(textwrap.dedent(block))
             found += [f"{page.name}: {name}" for name in _not_public(tree)]
     assert found == []
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "from dure.native import heap_take",
-        "import dure.env",
-        "import dure as dist\ndist.env.put('A', 1)",
-        "from dure import checkpoint\ncheckpoint.saving.save",
-        "import dure\ndure.all_redcue(1)",
-    ],
-)
-def test_internal_names_are_found_in_programs(program: str):
-    assert len(list(_not_public(ast.parse(program)))) == 1

@@ -1,25 +1,13 @@
 """The comparison of benchmarks that pull requests must pass."""
 
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from types import ModuleType
-
 import pytest
 
-from tests.arch.sources import ROOT
+from tests.arch.sources import script
+
+ratios = script("scripts/ratios")
 
 
-@pytest.fixture(scope="module")
-def ratios() -> ModuleType:
-    loader = SourceFileLoader("ratios", str(ROOT / "scripts" / "ratios"))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-def test_a_ratio_is_the_shortest_time_of_shm_over_that_of_gloo(ratios):
+def test_a_ratio_is_the_shortest_time_of_shm_over_that_of_gloo():
     times = ratios.Times("python")
     for backend, *samples in (("gloo", 500e-6, 200e-6), ("shm", 2e-6), ("shm", 9e-6, 1e-6)):
         cell = {"op": "broadcast", "num_bytes": 8, "samples_s": samples}
@@ -28,11 +16,11 @@ def test_a_ratio_is_the_shortest_time_of_shm_over_that_of_gloo(ratios):
 
 
 @pytest.mark.parametrize(("here", "behind"), [(0.5, False), (0.54, False), (0.56, True)])
-def test_a_ratio_a_tenth_above_the_others_is_behind(ratios, here, behind):
+def test_a_ratio_a_tenth_above_the_others_is_behind(here, behind):
     at = ("broadcast", 4096)
     assert ratios.fallen({at: here}, {at: 0.5}, 0.10) == [(at, here, 0.5, behind)]
 
 
-def test_a_ratio_that_is_missing_here_is_behind(ratios):
+def test_a_ratio_that_is_missing_here_is_behind():
     at = ("broadcast", 4096)
     assert ratios.fallen({}, {at: 0.5}, 0.10) == [(at, float("inf"), 0.5, True)]

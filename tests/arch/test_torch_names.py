@@ -2,7 +2,6 @@
 
 import enum
 import importlib
-import importlib.machinery
 import inspect
 import re
 import subprocess
@@ -19,7 +18,7 @@ import torch.distributed
 
 import dure
 from dure.torch_names import listed, table
-from tests.arch.sources import ROOT
+from tests.arch.sources import ROOT, script
 
 TORCH = Path(torch.distributed.__file__).parent
 PRIVATE = ("_functional_collectives", "_symmetric_memory", "_tensor", "_composable")
@@ -167,18 +166,9 @@ def test_submodules_are_attributes_without_another_import(tmp_path: Path):
     subprocess.run([sys.executable, "-c", SUBMODULES, store], check=True)
 
 
-def _script(name: str) -> Any:
-    loader = importlib.machinery.SourceFileLoader(f"script_{name}", str(ROOT / "scripts" / name))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("script", ["torch_names", "public_names"])
-def test_modules_and_document_are_what_the_table_says(script: str):
-    assert list(_script(script).faults(write=False)) == []
+@pytest.mark.parametrize("name", ["torch_names", "public_names"])
+def test_modules_and_document_are_what_the_table_says(name: str):
+    assert list(script(f"scripts/{name}").faults(write=False)) == []
 
 
 def test_type_checkers_do_not_see_that_modules_have_a_getattr():

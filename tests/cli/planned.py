@@ -16,11 +16,11 @@ LLAMA = ["--model", "llama3-8b", "--gpu", "h100"]
 
 
 @cache
-def called(*words: str) -> tuple[int, str, str]:
-    """Run `dure plan WORDS` once on a terminal of 100 columns; return its code and output."""
+def called(*words: str, columns: int = 100) -> tuple[int, str, str]:
+    """Run `dure plan WORDS` once on a terminal; return its code and output."""
     out, err = StringIO(), StringIO()
     with (
-        mock.patch.dict(os.environ, COLUMNS="100"),
+        mock.patch.dict(os.environ, COLUMNS=str(columns)),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

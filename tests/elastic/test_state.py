@@ -74,7 +74,6 @@ def test_restore_after_unscale_lets_the_next_step_unscale(kind: type[torch.amp.G
     state.restore()
     step.backward(1.0)
     state.scaler.unscale_(state.first)
-    assert step.model.weight.grad is not None
     assert step.model.weight.grad.tolist() == [[1.0, 1.0]]
     state.scaler.step(state.first)
     state.scaler.update()

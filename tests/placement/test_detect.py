@@ -72,7 +72,6 @@ CONFLICTS = {
 def test_two_systems_the_nearest_counts(name):
     environ, system, rank = CONFLICTS[name]
     found = detect(environ)
-    assert found.member is not None
     assert (found.system.name, found.member.rank) == (system, rank)
 
 

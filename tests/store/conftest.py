@@ -87,6 +87,11 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store
         yield stores
 
 
+@pytest.fixture(params=["tcp", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, port: int) -> str:
+    return f"tcp://127.0.0.1:{port}" if request.param == "tcp" else f"file://{tmp_path}/meeting"
+
+
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """This process is no rank of a job; the user's key is the test's own."""

@@ -62,7 +62,6 @@ def test_insecure_on_both_sides_works_and_warns_and_on_one_side_is_refused(
 def test_a_clone_keeps_the_server(master: TCPStore, server: StoreServer, key: JobKey) -> None:
     owner = NetworkStore(server.endpoint, key, TIMEOUT, server)
     for store, its in ((master, master._server), (owner, server)):
-        assert its is not None
         with closing(store.clone()) as clone:
             store.close()
             assert its.is_held
@@ -213,7 +212,6 @@ def test_a_server_has_ended_when_nobody_listens_or_another_answers(key: JobKey, 
     first = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
     with closing(NetworkStore(first.endpoint, key, TIMEOUT)) as store:
         assert not store.server_has_ended()
-        assert first._server is not None
         first._server.stop()
         first.close()
         assert store.server_has_ended()

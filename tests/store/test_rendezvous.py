@@ -26,11 +26,6 @@ from .conftest import TIMEOUT, dead_process
 BRIEF = timedelta(milliseconds=100)
 
 
-@pytest.fixture(params=["tcp", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, port: int) -> str:
-    return f"tcp://127.0.0.1:{port}" if request.param == "tcp" else f"file://{tmp_path}/meeting"
-
-
 def each(*calls: Callable[[], Rendezvous]) -> list[Rendezvous | RendezvousError]:
     """Make all calls at once; return what each returned or raised."""
 

@@ -53,7 +53,6 @@ def test_recorded_run_says_who_called_what_where(tmp_path: Path) -> None:
         last = record(rank, 2, op, line=40 + rank, state=State.FAILED, error="Desync")
         write(tmp_path, rank, [record(rank, 1), last])
     view = Recorded([tmp_path]).view
-    assert view.failure is not None
     assert [(s.ranks, s.at) for s in view.failure.sites] == [
         ([0], "/home/me/train.py:40"),
         ([1], "/home/me/train.py:41"),

@@ -45,7 +45,6 @@ def test_timeline_is_the_last_whole_step(tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path, rank, [], {"spans": phases(rank, 3)})
     shown = study.timeline(read(tmp_path))
-    assert shown is not None
     assert shown.length_ms == 20.0
     assert [(name, start, end) for name, _, start, end in shown.rows[1].bars] == [
         ("forward", 0.0, 6.0),

@@ -129,14 +129,6 @@ def test_a_rank_that_waits_for_a_group_does_not_hang(job: Launching):
     assert (ended.lines(0), ended.lines(1)) == (["ranks 2"], ["ranks 2"])
 
 
-@pytest.mark.slow  # waits for a rank that does not answer
-def test_a_stopped_rank_is_left_out_and_comes_back(job: Launching, expected: list[float]):
-    faults: list[Fault] = [(2, "step 4", "STOP"), (0, "step 8", "WAKE")]
-    code, told = results(job, 3, *faults, ELASTIC_WAIT="3", ELASTIC_TIMEOUT_S="3")
-    assert code == 0
-    check(told, {0, 1, 2}, expected)
-
-
 SAVING = """
     import os, pathlib, sys, time
     import dure

@@ -65,7 +65,6 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 
 def awaited(process: subprocess.Popen[str], text: str) -> None:
     """Read a launcher's lines up to one with `text`."""
-    assert process.stderr is not None
     while text not in (line := process.stderr.readline()):
         assert line, "the launcher has ended"
 

@@ -67,7 +67,6 @@ def test_warning_signal_reaches_the_ranks(cluster, program, key):
     )
     words = ("srun", "-N2", "--ntasks-per-node=1", "--job-name=warned", *DURE_RUN, program(text))
     with cluster.start(*words, DURE_JOB_KEY_FILE=key) as job:
-        assert job.stdout is not None
         assert all("ready" in job.stdout.readline() for _ in range(2))
         cluster.run("scancel", "--signal=USR1", "--name=warned")
         out, err = job.communicate(timeout=PATIENCE_S)

@@ -51,7 +51,6 @@ def running(*commands: tuple[str, ...], **environment: object) -> Iterator[list[
 
 def line(program: Program) -> str:
     """Return the next line the program says."""
-    assert program.stdout is not None
     return program.stdout.readline().strip()
 
 

@@ -23,11 +23,6 @@ for _ in range(times):
 """
 
 
-@pytest.fixture(params=["tcp", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, port: int) -> str:
-    return f"tcp://127.0.0.1:{port}" if request.param == "tcp" else f"file://{tmp_path}/meeting"
-
-
 def test_processes_meet_ten_times(url: str, tmp_path: Path) -> None:
     with running(*((MEET, url, str(rank), "10") for rank in range(3))) as programs:
         for program in programs:
@@ -170,14 +165,16 @@ os._exit(0)
 """
 
 
-def test_a_rank_that_dies_before_all_came_is_named(url: str) -> None:
-    code = """
+JOIN = """
 try:
     rendezvous(args[0], int(args[1]), 3, timeout=PATIENCE)
 except RendezvousError as error:
-    say(type(error).__name__, error.seen)
+    say(type(error).__name__, error.what, error.seen)
 """
-    with running((code, url, "0"), (code, url, "1"), (WATCH, url)) as (first, second, watcher):
+
+
+def test_a_rank_that_dies_before_all_came_is_named(url: str) -> None:
+    with running((JOIN, url, "0"), (JOIN, url, "1"), (WATCH, url)) as (first, second, watcher):
         assert line(watcher) == "both came"
         second.kill()
         second.wait()
@@ -187,15 +184,9 @@ except RendezvousError as error:
 
 
 def test_two_processes_with_the_number_0_are_both_named_to_all(url: str) -> None:
-    code = """
-try:
-    rendezvous(args[0], int(args[1]), 3, timeout=PATIENCE)
-except RendezvousError as error:
-    say(error.what, error.seen)
-"""
     # The file goes with its last user; rank 1 may open it when the other two have left already.
     kept = FileStore(url.removeprefix("file://"), timeout=TIMEOUT) if "file" in url else None
-    with running(*((code, url, rank) for rank in "010")) as (first, second, third):
+    with running(*((JOIN, url, rank) for rank in "010")) as (first, second, third):
         for program in (first, second, third):
             said = line(program)
             assert "two processes have the number 0" in said
@@ -207,24 +198,14 @@ except RendezvousError as error:
 
 def test_a_second_number_0_that_comes_before_the_process_that_serves_is_named(port: int) -> None:
     serve = """
-store = TCPStore("127.0.0.1", int(args[1]), is_master=True, timeout=PATIENCE)
+store = TCPStore("127.0.0.1", int(args[2]), is_master=True, timeout=PATIENCE)
 say("serves")
 sys.stdin.readline()
-try:
-    rendezvous(args[0], 0, 3, timeout=PATIENCE)
-except RendezvousError as error:
-    say(error.what, error.seen)
-"""
-    join = """
-try:
-    rendezvous(args[0], int(args[1]), 3, timeout=PATIENCE)
-except RendezvousError as error:
-    say(error.what, error.seen)
 """
     url = f"tcp://127.0.0.1:{port}"
-    with running((serve, url, str(port))) as (server,):
+    with running((serve + JOIN, url, "0", str(port))) as (server,):
         assert line(server) == "serves"
-        with running((join, url, "0"), (join, url, "1"), (WATCH, url)) as (first, second, watcher):
+        with running((JOIN, url, "0"), (JOIN, url, "1"), (WATCH, url)) as (first, second, watcher):
             assert line(watcher) == "both came"
             print(file=server.stdin, flush=True)
             for program in (server, first, second):

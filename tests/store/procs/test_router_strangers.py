@@ -22,9 +22,9 @@ from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
 from dure.store.wire import StoreRequest, pack
 from tests.store.conftest import TIMEOUT
+from tests.store.procs.relay import Relay
 from tests.store.procs.wire_tools import (
     JUNK,
-    Proxy,
     connect,
     frame_header,
     greeting,
@@ -83,7 +83,7 @@ def test_bytes_that_are_not_ours_end_the_connection(
 def test_a_replayed_session_is_refused(timed: bool, server: StoreServer, key: JobKey) -> None:
     """Also if each step of the handshake is sent when the server has answered the one before."""
     hello = 64 + 2 + 200
-    with Proxy(server.port, new_source()) as proxy:
+    with Relay(server.port, source=new_source()) as proxy:
         through = f"tcp://127.0.0.1:{proxy.port}"
         with contextlib.closing(NetworkStore(through, key, TIMEOUT)) as genuine:
             assert genuine.add("replayed", 1) == 1
@@ -143,7 +143,7 @@ def test_a_frame_of_2_gb_before_the_handshake_is_cut_off_at_its_header(
 def test_a_frame_of_2_gb_after_the_handshake_is_cut_off_at_its_header(
     server: StoreServer, key: JobKey
 ) -> None:
-    with Proxy(server.port, new_source()) as proxy:
+    with Relay(server.port, source=new_source()) as proxy:
         genuine = NetworkStore(f"tcp://127.0.0.1:{proxy.port}", key, TIMEOUT)
         proxy.server.sendall(frame_header(TWO_GB, command=False))
         assert proxy.server_hung_up.wait(PATIENCE_S)
@@ -153,7 +153,7 @@ def test_a_frame_of_2_gb_after_the_handshake_is_cut_off_at_its_header(
 def test_a_request_that_is_played_back_within_its_session_is_not_carried_out(
     server: StoreServer, key: JobKey
 ) -> None:
-    with Proxy(server.port, new_source()) as proxy:
+    with Relay(server.port, source=new_source()) as proxy:
         genuine = NetworkStore(f"tcp://127.0.0.1:{proxy.port}", key, TIMEOUT)
         before = len(proxy.recorded)
         assert genuine.add("played back", 1) == 1

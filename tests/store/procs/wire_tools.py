@@ -14,7 +14,6 @@ import zmq
 
 from dure.store.key import CurvePair, JobKey
 from dure.store.wire import FRAME_LIMIT
-from tests.store.procs.relay import Relay
 from tests.waiting import PATIENCE_S
 
 _numbers = itertools.count(2)
@@ -106,10 +105,3 @@ def member(
 ) -> contextlib.AbstractContextManager[zmq.Socket[bytes]]:
     """A client that holds the job key, and says what it likes, to a store or a worker of "rpc"."""
     return peer(port, source, key.pair(f"{of} server").public, key.pair(f"{of} client"))
-
-
-class Proxy(Relay):
-    """Stands between a client and the server: keeps what the client sent, can add to it."""
-
-    def __init__(self, port: int, source: str) -> None:
-        super().__init__(port, source=source)

@@ -79,7 +79,6 @@ def viewing(*paths: Path) -> Iterator[Served]:
     """Serve `dure view PATHS`."""
     words = [sys.executable, "-m", "dure.cli", "view", *map(str, paths)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
     try:
         line = process.stdout.readline()
         match = ADDRESS.search(line)

@@ -9,7 +9,7 @@ A fault happens once, in the process that was started first under that rank, at 
     agree N    before it agrees on view N with the others
     form N     when it has agreed on view N, and the group is not made yet
 
-and "do" is a signal to itself, or "WAKE" (SIGCONT to all).
+and "do" is a signal to itself.
 
 With ELASTIC_WAIT the ranks wait after half of the steps, committing, until they are so many again.
 Tests of thread-ranks train with the same functions.
@@ -65,9 +65,6 @@ def make_state() -> State:
 def train(state: State, at_step: Callable[[int], object] | None = None) -> list[float]:
     """Train in batches that are the same, all ranks together, for any number of ranks."""
     model = dure.DistributedDataParallel(state.model) if dure.get_world_size() > 1 else state.model
-    pids: list[Any] = [None] * dure.get_world_size()
-    dure.all_gather_object(pids, os.getpid())
-    _PIDS.update(pids)
     wait_for_others(state)
     state.loader = DataLoader(Numbers(), GLOBAL_BATCH // dure.get_world_size(), shuffle=True)
     while state.epoch < EPOCHS:
@@ -101,7 +98,6 @@ def wait_for_others(state: State) -> None:
 
 _FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("ELASTIC_FAULTS", "[]"))
 _WAIT = int(os.environ.get("ELASTIC_WAIT", "0"))
-_PIDS: set[int] = set()
 _FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
@@ -110,11 +106,7 @@ def fault(point: str, number: int) -> None:
     for one in list(_FAULTS):
         if _FIRST and one["rank"] == int(os.environ["RANK"]) and one["at"] == f"{point} {number}":
             _FAULTS.remove(one)
-            if one["do"] == "WAKE":
-                for pid in _PIDS:
-                    os.kill(pid, signal.SIGCONT)
-            else:
-                os.kill(os.getpid(), getattr(signal, f"SIG{one['do']}"))
+            os.kill(os.getpid(), getattr(signal, f"SIG{one['do']}"))
 
 
 def plant(kind: Any, method: str, point: str, number_of: Callable[..., int]) -> None:
@@ -138,8 +130,7 @@ def main() -> None:
     plant(RankMembership, "keys_of", "form", lambda view: view.number)
     plant(Snapshot, "take", "staged", lambda parts, values, step: step)
     state = make_state()
-    limit = timedelta(seconds=float(os.environ.get("ELASTIC_TIMEOUT_S", "60")))
-    options = Options(enough_s=20, timeout=limit)
+    options = Options(enough_s=20, timeout=timedelta(seconds=60))
     started = os.getpid()
     result = dure.elastic.run(train, state, options)
     told = {
