@@ -1,7 +1,5 @@
 """Fixtures of all tests: pools of processes, and the check that nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 
 # One thread for each operation of torch, and of all that tests start: ranks have their own, and two

@@ -5,8 +5,6 @@ is missing, the test is skipped with "needs etcd: ..."; `make test` ends with ho
 run for each need, and CI fails if one of them is not listed in `tests/may_be_missing.txt`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """What a function leaves in a profile of torch, for tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The file of a rank's error: `dure.record` and torch's, written by one and read by the other."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Layouts, against nested lists: numpy-like brute force over arrays of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

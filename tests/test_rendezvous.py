@@ -1,7 +1,5 @@
 """The module at torch's path `torch.distributed.rendezvous`."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 

@@ -1,7 +1,5 @@
 """`dure.run`, with torchrun's functions."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The version of a build, of sources of every kind; and an engine that was built from others."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

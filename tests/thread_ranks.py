@@ -1,7 +1,5 @@
 """Tests whose function is what each of several thread-ranks does."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -1,7 +1,5 @@
 """What tests of processes share: waiting for a condition, ports that are free, files with a key."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

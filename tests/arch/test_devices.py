@@ -1,7 +1,5 @@
 """The package's own tensors are on the CPU, whatever device a program has made the default."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The script that runs the tests: what did not run is a failure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`dure plan`, called once for each command line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`dure checkpoint`: show, verify, diff, consolidate."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

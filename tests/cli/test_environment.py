@@ -1,7 +1,5 @@
 """`dure env`: what was found, and never the key itself."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

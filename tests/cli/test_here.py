@@ -1,7 +1,5 @@
 """`dure plan --here`: when the machine is measured."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.cli import here as here_module

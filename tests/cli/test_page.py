@@ -1,7 +1,5 @@
 """What the launcher tells a page, and what is said where the server is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import time

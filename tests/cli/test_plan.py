@@ -1,7 +1,5 @@
 """`dure plan`: schedules beside each other, a grid and a picture of the chosen one."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.schedules import make_schedule, write_csv

@@ -1,7 +1,5 @@
 """`dure plan layouts --explain`: every term of a layout."""
 
-from __future__ import annotations
-
 from tests.cli.planned import LLAMA, answered, called
 
 

@@ -1,7 +1,5 @@
 """`dure plan layouts`: the table, its numbers, what is refused, JSON, every term."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

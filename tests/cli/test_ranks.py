@@ -1,7 +1,5 @@
 """Programs of Dure's own commands: what rank 0 reports is received, and failures are explained."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 

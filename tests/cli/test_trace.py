@@ -1,7 +1,5 @@
 """`dure trace merge` and `dure trace show`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

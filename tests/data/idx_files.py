@@ -1,7 +1,5 @@
 """IDX files, written by hand."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

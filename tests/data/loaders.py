@@ -1,7 +1,5 @@
 """Loaders of samples that are augmented at random, and what must hold of them with any workers."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

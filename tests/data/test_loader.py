@@ -1,7 +1,5 @@
 """DataLoader: delivered batches are what counts, and a sample's augmentation is its own."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

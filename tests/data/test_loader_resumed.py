@@ -4,8 +4,6 @@ Jobs are made up: lengths, batch sizes, and any number of restarts with other nu
 after a step of its own. A restart hands on one rank's state, as a checkpoint does.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Text: vocabulary, splits, windows, and the sources that are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

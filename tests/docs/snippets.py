@@ -10,8 +10,6 @@ no reader sees, stand before a block that needs more:
 The blocks in the docstrings of a module are one program, too, on 2 ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """docs/stability.md: the numbers of formats are those of the code."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

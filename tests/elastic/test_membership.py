@@ -1,7 +1,5 @@
 """How a process comes to a view: a store in this process, and peers that are only written there."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Being asked to end: noted, told once at the end of a step, and undone afterwards."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

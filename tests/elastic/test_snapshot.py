@@ -1,7 +1,5 @@
 """Copies of the state: in the same memory, of what comes back as what it was."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """The state of a run on one rank: attributes, commits and the way back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Which members and which step come next: by hand, and over all histories of a commit."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,8 +5,6 @@ are 3, and before its seventh until there are 2 again. At the end each rank writ
 `had on HOST` the samples that all ranks have had, and the number of ranks in each step, by epoch.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -4,8 +4,6 @@ Hosts are those of `tests.comm.namespace_hosts`: each has its own network, host 
 mounts, so that all of this changes nothing outside of them.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -3,8 +3,6 @@
 It prints "rank R: right" as its last line.
 """
 
-from __future__ import annotations
-
 import copy
 from datetime import timedelta
 from typing import Any

@@ -4,8 +4,6 @@ Each rank writes its process number into the file `up RANK` there when it has re
 each step a line into the file `steps` that all share: its round, its host, its rank.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Elastic training over hosts: one host comes and one is lost; every sample is had exactly once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

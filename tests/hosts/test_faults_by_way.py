@@ -3,8 +3,6 @@
 Two ranks on each of two hosts reduce; host b, or something on it, fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

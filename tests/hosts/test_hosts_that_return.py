@@ -6,8 +6,6 @@ No two rounds may train at the same time. Hosts that are stopped for less are in
 `test_faults_by_way`.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.hosts.test_faults_by_way import processes, resume, stop

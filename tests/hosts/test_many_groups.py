@@ -5,8 +5,6 @@ all hosts, and pairs over two hosts), uses them one after another and at the sam
 them, now in the order in which they were made and now in the reverse one.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -3,8 +3,6 @@
 The hosts do not know each other's names; ssh alone does.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Firewalls between hosts that let in nothing but the store's port."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from pathlib import Path

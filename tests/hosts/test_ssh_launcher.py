@@ -3,8 +3,6 @@
 Hosts are network namespaces. What needs no second host is in `launch.procs.test_hosts_here`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -3,8 +3,6 @@
 Two ranks on each of two hosts, started by hand. Each job reduces its own number.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Its program (`job.py`) runs collectives and RPC, and compares DDP and FSDP with 
 `plugin.py` does the same in stock torch, on the backend "dure".
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

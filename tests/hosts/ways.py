@@ -1,7 +1,5 @@
 """Jobs on hosts, mostly of two ranks on each of two: ways of launching, kinds of networks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

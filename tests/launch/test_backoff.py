@@ -1,7 +1,5 @@
 """When the next round starts."""
 
-from __future__ import annotations
-
 from dure.launch.backoff import restart_delay
 
 

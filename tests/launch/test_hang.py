@@ -1,7 +1,5 @@
 """When a round hangs, from what was seen of its ranks."""
 
-from __future__ import annotations
-
 from dure.launch.hang import HangDetector, likely_cause
 
 WAITS = "barrier #2 of group 'world', still in it"

@@ -1,7 +1,5 @@
 """The port for probes of Kubernetes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Options of the launcher's interpreter that its ranks get as well."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A job that cannot be started, and where its key is."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """What is refused before anything is started, and what is said of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

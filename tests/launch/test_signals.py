@@ -1,7 +1,5 @@
 """Signals to the launcher."""
 
-from __future__ import annotations
-
 import os
 import signal
 

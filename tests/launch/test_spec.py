@@ -1,7 +1,5 @@
 """What became of a job, and the error that says so."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.errors import LaunchError

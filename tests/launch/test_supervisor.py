@@ -1,7 +1,5 @@
 """The state machine that ends jobs: single paths, and random histories."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

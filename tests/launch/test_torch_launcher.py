@@ -1,7 +1,5 @@
 """torch's launcher for functions and programs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Variables for the actors of Ray."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.errors import UsageError

@@ -1,7 +1,5 @@
 """Detection, on environments as systems set them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

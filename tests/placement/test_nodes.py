@@ -1,7 +1,5 @@
 """Lists of hosts and of counts."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.placement import expand_counts, expand_hosts

@@ -1,7 +1,5 @@
 """A job that is small enough to be reckoned on paper, and prices of nothing."""
 
-from __future__ import annotations
-
 from dure.plan.constants import Constants, described
 
 # A machine of 1 TFLOP/s, 100 GB/s of memory, 10 GB/s of links, 1 GB/s of network; one layer of

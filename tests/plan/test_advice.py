@@ -1,7 +1,5 @@
 """Lines of code and commands for a layout."""
 
-from __future__ import annotations
-
 from dure.plan import Job, Layout, Machine, Model, find_gpu
 from dure.plan.advice import code, command
 

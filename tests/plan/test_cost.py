@@ -1,7 +1,5 @@
 """The cost model: each part by hand, for jobs small enough to be reckoned on paper."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Terms of a layout, and their formulas."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.cli.planned import LLAMA, answered

@@ -1,7 +1,5 @@
 """Models by their configuration: which are not planned for, and what is not a configuration."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

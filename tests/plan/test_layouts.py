@@ -1,7 +1,5 @@
 """Which layouts there are, and their text."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.plan import Job, Layout, Machine, Model, find_gpu

@@ -1,7 +1,5 @@
 """Machines that are known."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.errors import UsageError

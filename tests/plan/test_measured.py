@@ -1,7 +1,5 @@
 """A machine from what ranks measured, by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.plan.measured import HIDDEN, TOKENS, WIDTH, machine_of

@@ -1,7 +1,5 @@
 """Peak memory of a rank: each part by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which layouts there are, which suits, why, what would change it; what is refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Builds that processes of a job compare."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure import version

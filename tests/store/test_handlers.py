@@ -1,7 +1,5 @@
 """Stores by URL, and schemes that programs add."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 

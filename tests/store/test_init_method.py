@@ -1,7 +1,5 @@
 """Where ranks meet: by a URL, by variables, and in a cluster that they found themselves in."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

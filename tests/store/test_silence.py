@@ -1,7 +1,5 @@
 """How long a host may be silent: one setting, which the kernel's probes keep exactly."""
 
-from __future__ import annotations
-
 import pytest
 import zmq
 

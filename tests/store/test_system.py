@@ -1,7 +1,5 @@
 """What the system grants: on made-up machines, and memory files on systems that forbid some."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """Steps of a run that never was: spans and marks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MS = 10**6

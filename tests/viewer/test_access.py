@@ -1,7 +1,5 @@
 """Who may see a page, request by request."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.viewer.access import COOKIE, Access

@@ -1,7 +1,5 @@
 """Curves of a page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dure.trace.merging import read

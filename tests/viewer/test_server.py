@@ -1,7 +1,5 @@
 """The server of a page: connections on which nothing is asked."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """What a page shows of files, of a run, and of files that no rank has written."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a page makes of files: collectives, timelines, ranks that are together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

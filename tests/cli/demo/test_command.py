@@ -1,7 +1,5 @@
 """`dure demo`: what it asks of the ranks, and mistakes of the user."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.cli.app import run_command_line

@@ -1,7 +1,5 @@
 """The demo's table and its report, from runs that are made up."""
 
-from __future__ import annotations
-
 from dure.cli.demo.results import Run, comparison, report
 
 

@@ -1,7 +1,5 @@
 """Checks of `dure doctor` on machines that are made up by replacing what they read."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

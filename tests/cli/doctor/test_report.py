@@ -1,7 +1,5 @@
 """What belongs into a bug report, and no secret."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `dure run` prints before the job."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

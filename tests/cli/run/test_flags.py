@@ -1,7 +1,5 @@
 """The flags against torch's own parser, and the page that lists them."""
 
-from __future__ import annotations
-
 from argparse import Action
 from pathlib import Path
 

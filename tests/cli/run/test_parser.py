@@ -1,7 +1,5 @@
 """What words and variables mean to `dure run`."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.cli.run.flags import run_parser

@@ -1,7 +1,5 @@
 """What `dure run` is asked for: flags, variables and what was found make a job."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

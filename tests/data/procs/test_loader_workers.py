@@ -1,7 +1,5 @@
 """A DataLoader with workers: what was read ahead does not count, and augmentation is the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@
 three and four, where rings and grids look different, and under torchrun.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

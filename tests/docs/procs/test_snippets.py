@@ -1,7 +1,5 @@
 """What documents and docstrings show as Python runs, on real ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Where a kill happens is part of the program (`programs/elastic_job.py`), so nothing here waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

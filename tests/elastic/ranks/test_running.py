@@ -1,7 +1,5 @@
 """Elastic training on thread-ranks: who leaves, who comes, and what the model is afterwards."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

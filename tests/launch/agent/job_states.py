@@ -1,7 +1,5 @@
 """Jobs' states for tests, and what happens to them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from dure.launch.agent.elastic import ElasticState

@@ -1,7 +1,5 @@
 """The agent while it waits for other hosts, with a membership that is only pretended."""
 
-from __future__ import annotations
-
 import signal
 from types import SimpleNamespace
 from typing import Any

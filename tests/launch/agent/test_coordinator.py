@@ -1,7 +1,5 @@
 """The coordinator: requests in, answers out, at times that the test chooses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

@@ -1,7 +1,5 @@
 """The state of an elastic job: who counts as living, who is let in, and how it ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

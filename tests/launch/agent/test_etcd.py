@@ -1,7 +1,5 @@
 """The job's state in etcd: two agents that change one key."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

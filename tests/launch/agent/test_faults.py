@@ -1,7 +1,5 @@
 """Whose fault a round's end is, and what people are told of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Who coordinates at the endpoint, and who does not take whom for the job's coordinator."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A host's membership: what it sends and when, and its two threads over real connections."""
 
-from __future__ import annotations
-
 import contextlib
 import select
 import threading

@@ -1,7 +1,5 @@
 """When rounds begin and end, and who takes part."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

@@ -1,7 +1,5 @@
 """What the ssh launcher says to each host."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

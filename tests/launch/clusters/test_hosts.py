@@ -1,7 +1,5 @@
 """`--hosts` and `--hostfile`."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

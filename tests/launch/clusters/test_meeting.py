@@ -1,7 +1,5 @@
 """Where the hosts of a job meet."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.launch.clusters import meeting

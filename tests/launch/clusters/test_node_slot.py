@@ -1,7 +1,5 @@
 """Taking a host's slot from what a cluster says."""
 
-from __future__ import annotations
-
 import pytest
 
 from dure.errors import UsageError

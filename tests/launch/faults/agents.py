@@ -5,8 +5,6 @@ rank leaves a file that says that it was started, as what, and at which step. So
 round, and can kill by process number. The program ends when the test says so.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Launchers that are stopped, and hosts that fail again and again, are in the drill of random kills.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Jobs whose state is in etcd: real members, launchers and ranks, of which some are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 from base64 import b64decode, b64encode

@@ -3,9 +3,8 @@
 torchrun needs seconds to start, so all its runs of this module go on at once.
 """
 
-from __future__ import annotations
-
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -155,3 +154,33 @@ def test_torchs_recorded_error_is_told_by_dure(tmp_path: Path) -> None:
     done = run.wait()
     assert (done.code, told(done)) == (5, 1), done.out
     assert not list(run.out.glob("dure_*"))
+
+
+FOR_TORCH = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group()
+rank, size = dist.get_rank(), dist.get_world_size()
+group = dist.new_group(list(range(size)))
+tensor = torch.ones(1)
+dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+assert tensor.item() == size
+model = nn.Linear(3, 2)
+dist.broadcast(model.weight.data, 0)
+model(torch.full((4, 3), float(rank))).sum().backward()
+dist.all_reduce(model.weight.grad)
+assert torch.equal(model.weight.grad, torch.full((2, 3), 4.0 * sum(range(size))))
+dist.destroy_process_group()
+print(f"rank {rank} of {size}: done", flush=True)
+"""
+
+
+def test_a_program_for_torch_runs_under_torchrun_with_its_import_changed(job: Launching) -> None:
+    ours = FOR_TORCH.replace("import torch.distributed as dist", "import dure as dist")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = job.finish(job.start_any(sys.executable, *torchrun, job.write(ours)))
+    assert done.code == 0, done.err
+    said = sorted(re.findall(r"rank \d of \d: done", done.out))  # lines of two ranks may mix
+    assert said == ["rank 0 of 2: done", "rank 1 of 2: done"]

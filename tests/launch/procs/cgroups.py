@@ -1,7 +1,5 @@
 """A control group with a limit of memory, below this process's own, where the system allows it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A `Launching` tags the environment of all that it starts. So a test finds every 
 whoever started it, on this host and in the namespaces of `comm.namespace_hosts`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ All keys, and what ssh knows of the hosts, lie in a folder of the test. A host i
 name, a or b, which only this ssh configuration knows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

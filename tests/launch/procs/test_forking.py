@@ -1,7 +1,5 @@
 """A forked rank sees what a rank in a fresh interpreter sees, and both what plain Python shows."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

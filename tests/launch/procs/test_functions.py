@@ -1,7 +1,5 @@
 """`dure.spawn`: functions as ranks, in one process that plays a notebook."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

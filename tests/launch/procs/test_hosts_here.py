@@ -1,7 +1,5 @@
 """`dure run --hosts` on this host alone, which gets its agent without ssh: signals and output."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 

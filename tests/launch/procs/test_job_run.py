@@ -1,7 +1,5 @@
 """`dure run`: what a rank finds, what the user sees, and the exit code."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Habits of torchrun's users: files and streams, error files, signals, binding, variables."""
 
-from __future__ import annotations
-
 import os
 import signal
 

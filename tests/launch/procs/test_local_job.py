@@ -1,7 +1,5 @@
 """One host: hangs, replaced ranks, Ctrl-Z, probes, and events."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """How a job ends: failures, signals, grandchildren; and what `JobResult` says of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

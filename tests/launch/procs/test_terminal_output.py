@@ -1,7 +1,5 @@
 """Output of real ranks: long lines, garbage, slow readers, terminals."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import termios

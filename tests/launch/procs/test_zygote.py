@@ -1,7 +1,5 @@
 """The zygote itself: what it forks, what it refuses, and that it never outlives the launcher."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -1,7 +1,5 @@
 """Awkward programs, and a stage for them: what each prints must not depend on its start."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The kernel's files of a made-up machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

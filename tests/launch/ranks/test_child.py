@@ -1,7 +1,5 @@
 """What a rank's bootstrap tells of the exception that leaves its program."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Threads and cpus of ranks: on made-up machines."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

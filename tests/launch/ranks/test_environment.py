@@ -1,7 +1,5 @@
 """What a rank finds in its environment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the ranks' error files are, and what the launcher makes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

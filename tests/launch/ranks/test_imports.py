@@ -1,7 +1,5 @@
 """What a program will import, found by reading it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How much of the machine may be used: on made-up machines."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

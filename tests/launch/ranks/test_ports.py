@@ -1,7 +1,5 @@
 """The port that is kept for rank 0."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

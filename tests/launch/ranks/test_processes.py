@@ -1,7 +1,5 @@
 """Which processes are a job's, and how to signal them."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The reaper: what ends a job's processes when the launcher cannot."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What ranks tell of their end, and whose failure explains the others'."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lines that several ranks write alike are shown once, and nothing else is changed by it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 

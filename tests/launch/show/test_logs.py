@@ -1,7 +1,5 @@
 """What is kept of a job on disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Lines of several ranks on one sink."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What ranks draw: bars that move over their rows, and the lines that they leave."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The summary of a job that failed: what the user reads last."""
 
-from __future__ import annotations
-
 import json
 import signal
 from typing import Any

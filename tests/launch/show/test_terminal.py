@@ -1,7 +1,5 @@
 """What a user sees of many ranks: their lines and tracebacks."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

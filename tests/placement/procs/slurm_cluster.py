@@ -5,8 +5,6 @@ and the tasks on them, and nobody else, find these names in their /etc/hosts, by
 they see. Nothing is left of it when the `with` block ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import getpass

@@ -4,8 +4,6 @@ A pod is a network namespace with a host name of its own; all share one file as 
 which is written while they run, as a cluster's name server learns of pods.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs under a real Slurm of two nodes: ranks started by srun, and a launcher on each node."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

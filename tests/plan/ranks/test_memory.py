@@ -1,7 +1,5 @@
 """`dure.plan.memory` against what a model of examples/llm really keeps."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

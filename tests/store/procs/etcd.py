@@ -1,7 +1,5 @@
 """An etcd cluster on loopback addresses of this machine, for tests: real members, to be killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """One address for a process group, RPC and a store of the program, in one process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta

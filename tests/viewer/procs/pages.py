@@ -1,7 +1,5 @@
 """A page as tests use it: started on a folder of traces, asked by hand, or shown in Chromium."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Who must not see a page: other hosts, other users, other pages of the same browser."""
 
-from __future__ import annotations
-
 import stat
 import subprocess
 import sys

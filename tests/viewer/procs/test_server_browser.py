@@ -1,7 +1,5 @@
 """The page of a run, in a real browser: four ranks of which one is killed, and hostile files."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`dure bench` for real: every operation is measured and right, and wrong results are an error."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`dure doctor` on this machine, and over several hosts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

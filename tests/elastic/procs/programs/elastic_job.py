@@ -15,8 +15,6 @@ With ELASTIC_WAIT the ranks wait after half of the steps, committing, until they
 Tests of thread-ranks train with the same functions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
