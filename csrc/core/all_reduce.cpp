@@ -47,6 +47,9 @@ namespace {
 constexpr size_t kOneShotBytes = 16 * 1024;
 constexpr size_t kStep = 16 * 1024;  // stays in the first-level cache
 
+// Two ranks' copies of what the other has left, of what is left for it, and past the cache.
+QuickerWay taken, left, past_cache;
+
 }  // namespace
 
 // An operation that goes through the staging buffers.
@@ -196,7 +199,7 @@ void Channel::answer(const Staged& staged, size_t k) {
                                static_cast<const std::byte*>(from[1]) + at};
         void* there[1] = {theirs + at};
         combine(staged.kernel, there, 1, some, now / staged.item);
-        stream_copy(piece.data + begin + at, theirs + at, now);
+        large_copy(past_cache, piece.data + begin + at, theirs + at, now);
     }
 }
 
@@ -221,15 +224,15 @@ void Channel::swap(const Staged& staged, size_t k) {
         if (staged.keeps) {
             const size_t now = std::min(step, length - at);
             if (streams) {
-                stream_copy(out + at, buffer + at, now);
+                large_copy(past_cache, out + at, buffer + at, now);
             } else {
-                fetch_copy(out + at, buffer + at, now, length - at - now);
+                fetch_copy(taken, out + at, buffer + at, now, length - at - now);
             }
         }
         if (at < next_length) {
             const size_t now = std::min(step, next_length - at);
             if (large) {
-                fetch_copy(buffer + at, next + at, now, next_length - at - now);
+                fetch_copy(left, buffer + at, next + at, now, next_length - at - now);
             } else {
                 std::memcpy(buffer + at, next + at, now);
             }

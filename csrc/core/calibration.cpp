@@ -23,10 +23,6 @@ constexpr float kOfferUs = 3, kBarrierUs = 0.5;
 constexpr float kFavour = 0.8F;
 constexpr float kFarthestUs = 2;  // a line that takes longer was kept from its core
 
-// What is right if nothing could be measured, and a single copy is permitted: ranks that exchange
-// blocks copy at least as fast once as twice on any machine, from here on. Messages are staged
-// then: both ranks move them, where a receiver alone would copy.
-constexpr uint64_t kUsualBytes = 64 * 1024;
 constexpr uint64_t kLeastBytes = 8 * 1024;
 // The trials fit into a core's own cache. What does not is staged through memory, so that from here
 // on a single copy wins unless it was far worse in the trials.
@@ -190,7 +186,9 @@ void choose_copies(CopyPlan& plan, int64_t asked, int num_ranks) {
     if (asked >= 0) {
         plan.message_bytes = plan.shared_bytes = plan.block_bytes = static_cast<uint64_t>(asked);
     } else if (!plan.measured) {
-        plan.shared_bytes = plan.block_bytes = kUsualBytes;
+        // As on a busy machine. Staging what a single copy would move quicker costs up to 2 times
+        // as much, the reverse up to 4.
+        plan.block_bytes = kBeyondCache;
     } else {
         const auto n = static_cast<float>(num_ranks);
         // A message copied once is announced, taken, and known to be taken.

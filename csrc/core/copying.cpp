@@ -3,8 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 
@@ -91,7 +89,9 @@ void StreamedRanges::finish() {
     _mm_sfence();  // non-temporal stores are not ordered by a release
 }
 
-void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t more) {
+namespace {
+
+void copy_side_by_side(std::byte* to, const std::byte* from, size_t bytes, size_t more) {
     constexpr size_t kBlock = kSideBySide * kPageBytes;
     for (; bytes >= kBlock; bytes -= kBlock, to += kBlock, from += kBlock) {
         const bool ahead = bytes + more >= 2 * kBlock;
@@ -109,6 +109,14 @@ void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t more)
     std::memcpy(to, from, bytes);
 }
 
+}  // namespace
+
+void fetch_copy(QuickerWay& way, std::byte* to, const std::byte* from, size_t bytes, size_t more) {
+    way.copy(
+        bytes, [&] { std::memcpy(to, from, bytes); },
+        [&] { copy_side_by_side(to, from, bytes, more); });
+}
+
 #else
 
 void StreamedRanges::add(std::byte* to, const std::byte* from, size_t bytes) {
@@ -117,7 +125,7 @@ void StreamedRanges::add(std::byte* to, const std::byte* from, size_t bytes) {
 
 void StreamedRanges::finish() {}
 
-void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t) {
+void fetch_copy(QuickerWay&, std::byte* to, const std::byte* from, size_t bytes, size_t) {
     std::memcpy(to, from, bytes);
 }
 
@@ -129,26 +137,9 @@ void stream_copy(std::byte* to, const std::byte* from, size_t bytes) {
     one.finish();
 }
 
-// Each way is tried three times, in turn, and its quickest counts: the first copies into new memory
-// wait for the kernel to bring its pages.
-void large_copy(std::byte* to, const std::byte* from, size_t bytes) {
-    constexpr uint32_t kTrials = 6;
-    static std::atomic<uint32_t> copies{0};
-    static std::atomic<double> quickest[2] = {1e9, 1e9};  // ns a byte: plain, streamed
-    const uint32_t number = copies.load(std::memory_order_relaxed);
-    const bool tries = number < kTrials;
-    const bool streams = tries ? number % 2 == 1 : quickest[1] < quickest[0];
-    const auto began = std::chrono::steady_clock::now();
-    if (streams) {
-        stream_copy(to, from, bytes);
-    } else {
-        std::memcpy(to, from, bytes);
-    }
-    if (!tries) return;
-    const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - began;
-    const double each = took.count() / static_cast<double>(bytes);
-    if (each < quickest[streams]) quickest[streams] = each;
-    copies.store(number + 1, std::memory_order_relaxed);
+void large_copy(QuickerWay& way, std::byte* to, const std::byte* from, size_t bytes) {
+    way.copy(
+        bytes, [&] { std::memcpy(to, from, bytes); }, [&] { stream_copy(to, from, bytes); });
 }
 
 }  // namespace dure

@@ -9,11 +9,65 @@
 // Note "Side by side". What the processor reads ahead by itself ends with the page. So long copies
 // take several pages at a time, some lines of each in turn, and ask for those of the next pages
 // meanwhile: more lines are under way from another core's cache, or from memory, at once.
+//
+// Note "Found out by trying". Both ways lose on some processors: one whose `rep movsb` writes whole
+// lines without reading them first is up to three times quicker with the C library's copy, and
+// another half as quick. In a virtual machine it can even change with the cores that it is given.
+// So a process tries both ways with its first copies of a kind, and again after every thousand
+// copies, and takes the one whose quickest copy was quicker.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
+
+#include "futex.h"
 
 namespace dure {
+
+// Which of two ways to copy is the quicker one now, for one kind of copies.
+//
+// Threads: any may copy at the same time. What they overwrite of each other's tries is made good by
+// the next ones.
+class QuickerWay {
+  public:
+    // Copy `bytes` with `plain()` or `other()`, which do the same.
+    template <typename Plain, typename Other>
+    void copy(size_t bytes, Plain plain, Other other) {
+        const bool counts = bytes >= kLeastBytes;
+        const uint32_t number =
+            counts ? copies_.fetch_add(1, std::memory_order_relaxed) % kPeriod : kPeriod;
+        const bool tries = number < kTries;
+        const bool takes_other =
+            tries ? number % 2 == 1 : other_is_quicker_.load(std::memory_order_relaxed);
+        const int64_t began_ns = tries ? now_ns() : 0;
+        if (takes_other) {
+            other();
+        } else {
+            plain();
+        }
+        if (tries) note(number, static_cast<float>(now_ns() - began_ns) / static_cast<float>(bytes));
+    }
+
+  private:
+    static constexpr size_t kLeastBytes = 8 * 1024;  // shorter copies tell nothing
+    static constexpr uint32_t kTries = 8, kPeriod = 1024;
+
+    void note(uint32_t number, float ns_a_byte) {
+        std::atomic<float>& least = least_[number % 2];
+        const bool first = number < 2;
+        if (first || ns_a_byte < least.load(std::memory_order_relaxed)) {
+            least.store(ns_a_byte, std::memory_order_relaxed);
+        }
+        if (number + 1 == kTries) {
+            other_is_quicker_.store(least_[1].load() < least_[0].load(), std::memory_order_relaxed);
+        }
+    }
+
+    std::atomic<uint32_t> copies_{0};
+    std::atomic<bool> other_is_quicker_{false};
+    std::atomic<float> least_[2] = {0, 0};  // ns a byte of this period's tries
+};
 
 // Whether `bytes` are more than this machine's last cache holds.
 bool exceeds_cache(size_t bytes);
@@ -39,14 +93,12 @@ class StreamedRanges {
     size_t pages_ = 0;  // that wait to be copied
 };
 
-// Copy a range that no core's cache holds, the way that was the quicker one of this process's first
-// such copies: streamed, or as the C library does it. Processors differ by 2 in either direction.
-void large_copy(std::byte* to, const std::byte* from, size_t bytes);
+// Copy to or from memory that no core's cache holds: as the C library does it, or streamed.
+void large_copy(QuickerWay& way, std::byte* to, const std::byte* from, size_t bytes);
 
-constexpr size_t kLargeCopyBytes = 4 * 1024 * 1024;  // from here on it is worth to find out
-
-// Copy what is not in this core's cache. `more` bytes behind it will be copied next. The ranges do
-// not overlap.
-void fetch_copy(std::byte* to, const std::byte* from, size_t bytes, size_t more = 0);
+// Copy what is not in this core's cache: as the C library does it, or side by side. `more` bytes
+// behind it will be copied next. The ranges do not overlap.
+void fetch_copy(QuickerWay& way, std::byte* to, const std::byte* from, size_t bytes,
+                size_t more = 0);
 
 }  // namespace dure

@@ -132,8 +132,9 @@ template <typename T, typename R>
 void two_to_two(const Operands& o) {
     const auto *a = static_cast<const T*>(o.sources[0]), *b = static_cast<const T*>(o.sources[1]);
     auto *out = static_cast<T*>(o.outs[0]), *other = static_cast<T*>(o.outs[1]);
+    const size_t count = o.count;  // a byte that is written could be part of `o`
 #pragma GCC ivdep
-    for (size_t i = 0; i < o.count; i++) {
+    for (size_t i = 0; i < count; i++) {
         const T x = R::finish(R::combine(a[i], b[i]), 2);
         out[i] = x;
         other[i] = x;

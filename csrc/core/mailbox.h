@@ -139,7 +139,7 @@ class Mailbox {
     void write(int to, const Envelope& envelope, const std::byte* data, size_t n);
     void write_piece(int to, const std::byte* data, size_t n);
     const Frame* next_frame(int from) const;
-    void read(int from, std::byte* data, size_t n);
+    void read(int from, std::byte* data, size_t n, bool large = false);
     void consume(int from, Stretch what);
     size_t piece(size_t bytes) const;
     bool begin(int from, const Frame& frame);

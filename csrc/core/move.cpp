@@ -93,6 +93,9 @@ void copy_runs(Reach to, Reach from, size_t bytes, F copy) {
     }
 }
 
+// Copies into staging, and past the cache.
+QuickerWay put_by, past_cache;
+
 }  // namespace
 
 // One collective as seen by this rank: which block goes to, and comes from, each rank.
@@ -199,17 +202,20 @@ struct Channel::Transfer {
     void copy(std::byte* to, const std::byte* from, size_t bytes) const {
         if (bytes == 0 || to == from) return;
         if (streams) {
-            stream_copy(to, from, bytes);
+            large_copy(past_cache, to, from, bytes);
         } else {
             std::memcpy(to, from, bytes);
         }
     }
     void copy(Reach to, Reach from, size_t bytes) const {
         if (to.at() == from.at()) return;
-        if (!streams) return copy_runs(to, from, bytes, std::memcpy);
-        StreamedRanges ranges;
-        copy_runs(to, from, bytes, [&](auto... range) { ranges.add(range...); });
-        ranges.finish();
+        const auto plain = [&] { copy_runs(to, from, bytes, std::memcpy); };
+        if (!streams) return plain();
+        past_cache.copy(bytes, plain, [&] {
+            StreamedRanges ranges;
+            copy_runs(to, from, bytes, [&](auto... range) { ranges.add(range...); });
+            ranges.finish();
+        });
     }
     // Write `bytes` from `begin` of a result on, out of one run.
     void copy_to(Block result, size_t begin, const std::byte* from, size_t bytes) const {
@@ -232,7 +238,7 @@ struct Channel::Transfer {
                       if (now < kLong) {
                           std::memcpy(to, from, now);
                       } else {
-                          fetch_copy(to, from, now);
+                          fetch_copy(put_by, to, from, now);
                       }
                   });
     }

@@ -57,12 +57,12 @@ TEST(nothing_is_copied_once_that_is_slower_or_forbidden) {
     CHECK(plan.message_bytes == kNeverCopiedOnce && plan.block_bytes == kNeverCopiedOnce);
 }
 
-TEST(without_a_measurement_only_blocks_are_copied_once) {
+TEST(without_a_measurement_only_large_blocks_are_copied_once) {
     CopyPlan plan;
     plan.permitted = 1;
     choose_copies(plan, kMeasureCopies, 2);
-    CHECK(plan.message_bytes == kNeverCopiedOnce);
-    CHECK(plan.block_bytes == 65536 && plan.shared_bytes == 65536);
+    CHECK(plan.message_bytes == kNeverCopiedOnce && plan.shared_bytes == kNeverCopiedOnce);
+    CHECK(plan.block_bytes == 4 * 1024 * 1024);
 }
 
 TEST(two_processes_measure_and_all_ranks_learn_it) {
@@ -299,14 +299,15 @@ TEST(long_copies_are_whole_and_touch_nothing_else) {
     for (size_t bytes : {size_t{0}, size_t{1}, size_t{63}, size_t{200}, kBlock - 1, kBlock,
                          kBlock + 64, kBlock + 65, 2 * kBlock + 127}) {
         for (size_t skew : {0, 1, 64, 100}) {
-            for (const bool streams : {true, false}) {
+            QuickerWay large, fetched;  // whose first two copies go both ways
+            for (int copy = 0; copy < 4; copy++) {
                 to.assign(kRoom, 255);
                 auto* out = reinterpret_cast<std::byte*>(to.data()) + skew;
                 auto* in = reinterpret_cast<std::byte*>(from.data()) + 3;
-                if (streams) {
-                    stream_copy(out, in, bytes);
+                if (copy % 2 == 0) {
+                    large_copy(large, out, in, bytes);
                 } else {
-                    fetch_copy(out, in, bytes);
+                    fetch_copy(fetched, out, in, bytes);
                 }
                 std::vector<uint8_t> expected(kRoom, 255);
                 std::copy_n(from.begin() + 3, bytes, expected.begin() + skew);
@@ -316,17 +317,33 @@ TEST(long_copies_are_whole_and_touch_nothing_else) {
     }
 }
 
-// Whichever way it takes, and however often: the ways change while they are tried.
-TEST(large_copies_are_whole) {
-    std::vector<uint8_t> from(kLargeCopyBytes + 65);
-    for (size_t i = 0; i < from.size(); i++) from[i] = static_cast<uint8_t>(i * 7 + i / 256);
-    for (int copy = 0; copy < 8; copy++) {
-        std::vector<uint8_t> to(from.size() + 2, 255);
-        large_copy(reinterpret_cast<std::byte*>(to.data() + 1),
-                   reinterpret_cast<const std::byte*>(from.data()), from.size());
-        CHECK(std::equal(from.begin(), from.end(), to.begin() + 1));
-        CHECK(to.front() == 255 && to.back() == 255);
+// The quicker way is the one that is taken, and when the other one becomes quicker, that.
+TEST(of_two_ways_to_copy_the_quicker_one_is_taken) {
+    const auto slow = [] { std::this_thread::sleep_for(std::chrono::milliseconds(1)); };
+    QuickerWay way;
+    int plain = 0, other = 0;
+    for (int copy = 0; copy < 1024; copy++) {
+        way.copy(
+            kPage * 4, [&] { plain++; },
+            [&] {
+                other++;
+                slow();
+            });
     }
+    CHECK(plain == 1020 && other == 4);
+    for (int copy = 0; copy < 1024; copy++) {
+        way.copy(
+            kPage * 4,
+            [&] {
+                plain++;
+                slow();
+            },
+            [&] { other++; });
+    }
+    CHECK(plain == 1024 && other == 1024);
+    way.copy(
+        100, [&] { plain++; }, [&] { other++; });
+    CHECK(other == 1025);  // a short copy is no try, and goes the way that is known
 }
 
 // ---- ends in between ----------------------------------------------------------------------------

@@ -6,7 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from dure.data import DataLoader, DistributedSampler
@@ -162,6 +169,57 @@ def test_a_subset_is_augmented_by_sample():
     subset = Subset(Subset(dataset, range(2, 12)), range(1, 9))
     four, three = (torch.cat(list(DataLoader(subset, size))) for size in (4, 3))
     assert torch.equal(four, three)
+
+
+class NoisySubset(Subset[Any]):
+    """A part of a dataset whose samples it augments itself."""
+
+    def __getitem__(self, index: Any) -> float:
+        return torch.rand(()).item()
+
+    def __getitems__(self, indices: list[int]) -> list[float]:
+        return [self[index] for index in indices]
+
+
+def test_a_subset_that_draws_is_augmented_by_sample_whatever_is_inside():
+    inside: Any = list(range(8))
+    subset = NoisySubset(inside, range(8))
+    four, three = (torch.cat(list(DataLoader(subset, size))) for size in (4, 3))
+    assert torch.equal(four, three)
+    assert len(set(four.tolist())) == 8
+
+
+def with_noise(samples: list[int]) -> torch.Tensor:
+    return torch.tensor([*samples, random.random(), np.random.rand(), torch.rand(()).item()])
+
+
+TWELVE: Any = list(range(12))
+
+
+@pytest.mark.parametrize("data", [TWELVE, Subset(TWELVE, range(12))])
+def test_a_collate_function_that_draws_is_resumed_with_workers(data):
+    def loader():
+        return DataLoader(data, 4, collate_fn=with_noise, num_workers=1)
+
+    whole, first, second = loader(), loader(), loader()
+    undisturbed = list(whole)
+    begun = [next(iter(first))]
+    second.load_state_dict(first.state_dict())
+    assert same(begun + list(second), undisturbed)
+    assert [batch[:4].tolist() for batch in undisturbed] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
+
+
+def test_no_generator_is_touched_for_samples_that_draw_nothing(monkeypatch):
+    seeded: list[int] = []
+    monkeypatch.setattr(random, "seed", seeded.append)
+    data: Any = [[1.0], [2.0], [3.0]]
+    for dataset in (data, torch.tensor(data), TensorDataset(torch.tensor(data)), Subset(data, [0])):
+        assert len(list(DataLoader(dataset, 2))) == (1 if isinstance(dataset, Subset) else 2)
+    assert not seeded
 
 
 PLACES = {

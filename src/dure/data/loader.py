@@ -15,7 +15,9 @@ it has drawn before, is another one after a resume. So the generators (torch, `r
 seeded again for each sample, with a number made of the seed, the epoch and the sample's index: a
 sample's augmentation is a function of those three alone. Without workers the samples are made in
 the training process, whose own generators are put back after each batch. The indices take the seed
-with them to the workers, so persistent workers learn of a new epoch too.
+with them to the workers, so persistent workers learn of a new epoch too. A list, a range, a tensor,
+an array and a `TensorDataset` draw nothing, so for these no generator is seeded but in workers,
+once a batch, for a `collate_fn` that draws.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from dure.errors import UsageError
 __all__ = ["DataLoader"]
 
 T = TypeVar("T")
+_DRAW_NOTHING = (list, tuple, range, torch.Tensor, np.ndarray, torch_data.TensorDataset)
+"""Datasets (of exactly these types) that make each sample without random numbers."""
 _MIX = 0x9E3779B97F4A7C15
 """An odd constant that spreads neighbouring numbers over 64 bits."""
 
@@ -65,7 +69,8 @@ class DataLoader(Generic[T]):
         UsageError: Arguments that exclude each other; a dataset without a length; a sampler whose
             order cannot be repeated.
 
-    Cost: seeding takes about 20 us a sample, in the workers if there are any.
+    Cost: seeding takes about 20 us a sample, in the workers if there are any; nothing for a list, a
+    tensor, an array or torch's `TensorDataset`, nor for a `Subset` of these.
     """
 
     def __init__(
@@ -458,15 +463,18 @@ class _Seeded:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = inner = dataset
+        draws = False
         while isinstance(inner, torch_data.Subset):  # it has __getitems__, for any dataset inside
+            draws = draws or type(inner) is not torch_data.Subset
             inner = cast(Any, inner).dataset
         self._together = hasattr(inner, "__getitems__")
+        self._draws = draws or type(inner) not in _DRAW_NOTHING
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, draw: _Draw) -> Any:
-        if torch_data.get_worker_info() is not None:
+        if torch_data.get_worker_info() is not None or not self._draws:
             return self._make(draw)
         kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
         try:
@@ -477,6 +485,8 @@ class _Seeded:
             np.random.set_state(kept[2])
 
     def _make(self, draw: _Draw) -> Any:
+        if not self._draws:
+            return self._look_up(draw)
         if not isinstance(draw.indices, list):
             return self._one(draw.indices, draw.seed)
         indices = cast(list[Any], draw.indices)
@@ -485,6 +495,15 @@ class _Seeded:
             return [self._one(index, draw.seed) for index in indices]
         _sow(draw.seed, indices[0] if indices else 0)
         return many(indices)
+
+    def _look_up(self, draw: _Draw) -> Any:
+        """Return samples whose making draws no random numbers."""
+        batch = isinstance(draw.indices, list)
+        indices = cast(list[Any], draw.indices) if batch else [draw.indices]
+        if torch_data.get_worker_info() is not None:
+            _sow(draw.seed, indices[-1] if indices else 0)
+        samples = [self._dataset[index] for index in indices]
+        return samples if batch else samples[0]
 
     def _one(self, index: Any, seed: int) -> Any:
         _sow(seed, index)
