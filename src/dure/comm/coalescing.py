@@ -37,12 +37,12 @@ class _CoalescingManager(AbstractContextManager[Coalesced, None]):
             raise UsageError(
                 "coalescing managers of one group cannot be nested", group=pg.group_name
             )
-        pg.coalesced = self._yielded.works
+        pg.coalesce(self._yielded.works, waits=not self._async_ops)
         return self._yielded
 
     def __exit__(self, *error: object) -> None:
         try:
-            self._group.coalesced = None
+            self._group.coalesce(None)
             if error[0] is not None:
                 for work in self._yielded.works:  # the program cannot wait for them
                     work.disown()
@@ -59,7 +59,9 @@ def coalescing_manager(
 ) -> AbstractContextManager[Coalesced]:
     """Start the operations called in the block without waiting, and wait for all at its end.
 
-    Until it exits, other threads cannot call collectives of the group, as during one operation.
+    Collectives with nothing to gain from that, those of ranks on one host in shared memory, run at
+    once. Until the block ends, other threads cannot call collectives of the group, as during one
+    operation.
 
     Args:
         group: The group whose operations are held; others are not touched. The default group if

@@ -326,7 +326,7 @@ def all_gather_coalesced(
     calls = list(zip(zip(*output_tensor_lists, strict=True), input_tensor_list, strict=True))
     outputs = [t for row in output_tensor_lists for t in row]
     with nullcontext() if async_op else pg.hold("all_gather_coalesced"):
-        works = [pg.all_gather(row, t, True, True) for row, t in calls]
+        works = [pg.all_gather(row, t, async_op or not pg.runs_plain, True) for row, t in calls]
         return combine([w for w in works if w is not None], outputs, async_op)
 
 

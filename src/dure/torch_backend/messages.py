@@ -69,10 +69,11 @@ class PointToPoint(TorchGroupBase):
         the end of a failed block, which would exclude them forever. Their works are not collected.
         """
         del device
-        self.ours.coalesced = []
+        self.ours.coalesce([])
 
     def _end_coalescing(self, device: torch.device | None = None) -> c10d.Work:
         """Return one work for all operations since `_start_coalescing`."""
         del device
-        works, self.ours.coalesced = self.ours.coalesced or [], None
+        works = self.ours.coalesced or []
+        self.ours.coalesce(None)
         return self._joined(works, [], _ASYNC)

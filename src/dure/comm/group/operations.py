@@ -138,7 +138,8 @@ class ProcessGroup(GroupCore):
             check_reducible(t.dtype, reduction, "all_reduce")
         overlap.check_apart(tensors, (), "all_reduce_coalesced")
         with nullcontext() if async_op else self.hold("all_reduce_coalesced"):
-            works = [self.all_reduce(t, reduction, True, counts) for t in tensors]
+            starts = async_op or not self.runs_plain
+            works = [self.all_reduce(t, reduction, starts, counts) for t in tensors]
             return combine([w for w in works if w is not None], list(tensors), async_op)
 
     def reduce(
