@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 
 import dure as dist
 from dure.errors import CommError, DeviceError
+from dure.testing import run_ranks
 from tests.comm import late_device
 from tests.comm.conformance import suite
 from tests.comm.late_device import Stream, device
@@ -17,16 +20,29 @@ from tests.comm.late_device import Stream, device
 WHERE = "late:0"
 
 
-def conformance(
-    backend: str, subjects: tuple[str, ...], skip: tuple[str, ...]
-) -> dict[str, list[str]]:
-    """Run the cases of some subjects with tensors of the accelerator."""
+Ran = dict[str, list[str]]
+
+
+def conformance(backend: str, subjects: tuple[str, ...], skip: tuple[str, ...]) -> Ran:
+    """Run the cases of some subjects with tensors of the accelerator; over hybrid, on two hosts."""
     late_device.install()
-    dist.init_process_group(backend)
-    with late_device.Everywhere():
-        ran = {subject: suite.run(dist.get_rank(), subject, skip) for subject in subjects}
+    if backend == "hybrid":
+        os.environ["DURE_HOST_ID"] = os.environ["RANK"]
+    dist.init_process_group(f"cpu:{backend},late:{backend}")
+    ran = _run(dist.get_rank(), subjects, skip)
     dist.destroy_process_group()
     return ran
+
+
+def conformance_of_threads(subjects: tuple[str, ...], skip: tuple[str, ...]) -> list[Ran]:
+    """The same on three ranks that are threads of this process, without a named device."""
+    late_device.install()
+    return run_ranks(3, lambda rank: _run(rank, subjects, skip))
+
+
+def _run(rank: int, subjects: tuple[str, ...], skip: tuple[str, ...]) -> Ran:
+    with late_device.Everywhere():
+        return {subject: suite.run(rank, subject, skip) for subject in subjects}
 
 
 def streams(cases: list[str]) -> dict[str, str]:
@@ -43,6 +59,23 @@ def streams(cases: list[str]) -> dict[str, str]:
             errors[case] = traceback.format_exc()
         dist.destroy_process_group()
     return errors
+
+
+def stock() -> list[object]:
+    """Run some operations of torch.distributed on the backend "dure"; return the results."""
+    late_device.install()
+    torch_dist.init_process_group("dure")
+    rank, received = torch_dist.get_rank(), torch.empty(2, device=WHERE)
+    torch_dist.all_reduce(t := late(rank + 1.0))
+    gathered, objects = [torch.empty(3, device=WHERE) for _ in range(2)], [None, None]
+    torch_dist.all_gather(gathered, t + rank, async_op=True).wait()
+    torch_dist.all_gather_object(objects, rank)
+    send = torch_dist.P2POp(torch_dist.isend, late(rank + 5.0, 2), 1 - rank)
+    receive = torch_dist.P2POp(torch_dist.irecv, received, 1 - rank)
+    for work in torch_dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    torch_dist.destroy_process_group()
+    return [t.tolist(), [one.tolist() for one in gathered], objects, received.tolist()]
 
 
 def late(values: float, numel: int = 3) -> Any:

@@ -34,12 +34,24 @@ def test_streams_are_ordered(failures: list[dict[str, str]], case: str):
     assert [errors[case] for errors in failures] == ["", ""]
 
 
+ENGINE = pytest.mark.needs("engine")
+
+
 @pytest.mark.parametrize(
-    "backend", [pytest.param("shm", marks=pytest.mark.needs("engine")), "gloo"]
+    "backend",
+    [pytest.param("shm", marks=ENGINE), pytest.param("hybrid", marks=ENGINE), "gloo", "threads"],
 )
 def test_backend_keeps_the_contract(backend: str):
     skip = (*NOT_SIMULATED, *CANNOT.get(backend, ()))
-    wanted = f"cpu:{backend},late:{backend}"
-    ran = dist.spawn(staged_ranks.conformance, 2, (wanted, SUBJECTS, skip))
+    if backend == "threads":
+        (ran,) = dist.spawn(staged_ranks.conformance_of_threads, 1, (SUBJECTS, skip))
+    else:
+        ran = dist.spawn(staged_ranks.conformance, 2, (backend, SUBJECTS, skip))
     for subject in SUBJECTS:
-        suite.check([each[subject] for each in ran], subject, skip)
+        suite.check([cases[subject] for cases in ran], subject, skip)
+
+
+@pytest.mark.needs("engine")
+def test_stock_pytorch_takes_such_tensors():
+    all_ranks = [[3.0] * 3, [[3.0] * 3, [4.0] * 3], [0, 1]]
+    assert dist.spawn(staged_ranks.stock, 2) == [[*all_ranks, [6.0] * 2], [*all_ranks, [5.0] * 2]]

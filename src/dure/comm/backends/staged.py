@@ -44,6 +44,7 @@ import torch
 from dure.comm.backends.base import Backend
 from dure.comm.backends.request import Request, current_stream, seconds_until, used_in_stream
 from dure.comm.call import Call
+from dure.comm.checks import check_one_device
 
 __all__ = ["StagedBackend", "serving"]
 
@@ -182,6 +183,7 @@ class StagedBackend:
         inputs, outputs = call.inputs, call.outputs
         if not (inputs or outputs):  # a barrier, say
             return self._inner.run(call, async_op)
+        check_one_device((*inputs, *outputs), call.op)
         is_root, op = call.root == self._rank, call.op
         staging = _Staging(
             inputs,

@@ -72,8 +72,6 @@ class _PlainCollectives:
     plain_receive = plain_send
 
 
-_CPU = {"cpu"}
-
 count_writes: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # pyright: ignore
 """Increment the versions of tensors that an operation writes."""
 
@@ -386,7 +384,7 @@ class GroupCore:
             raise crossed(seen, self._rank, where | {"rank": self._rank})
         for t in tensors:
             checks.check_tensor(t, op, self.device_types)
-        if not tensors or self._backends.keys() == _CPU:
+        if not tensors or len(self._backends) == 1:
             return self._first
         checks.check_one_device(tensors, op)
         return self._backends.get(tensors[0].device.type) or self._first
