@@ -58,7 +58,7 @@ class _Coalescing:
 
 
 class _PlainCollectives:
-    """The plain calls of an engine but for its messages, which are no plain calls here."""
+    """The plain calls of an engine, except its messages, which take the slow path here."""
 
     def __init__(self, engine: Channel) -> None:
         self._engine = engine
