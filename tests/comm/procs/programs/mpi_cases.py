@@ -49,7 +49,7 @@ def _arrived(source: int, tag: int) -> int:
     from mpi4py import MPI
 
     status, pg = MPI.Status(), current_world().need_default()
-    library, comm = load(), pg._only._comm  # pyright: ignore
+    library, comm = load(), pg._first._comm  # pyright: ignore
     while True:
         with library.lock:
             if comm.Iprobe(source, tag, status):
