@@ -1,7 +1,5 @@
 """A module wrapped in `DataParallel`, for tests."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
