@@ -138,8 +138,7 @@ void stream_copy(std::byte* to, const std::byte* from, size_t bytes) {
 }
 
 void large_copy(QuickerWay& way, std::byte* to, const std::byte* from, size_t bytes) {
-    way.copy(
-        bytes, [&] { std::memcpy(to, from, bytes); }, [&] { stream_copy(to, from, bytes); });
+    way.copy(bytes, [&] { std::memcpy(to, from, bytes); }, [&] { stream_copy(to, from, bytes); });
 }
 
 }  // namespace dure

@@ -46,7 +46,8 @@ class QuickerWay {
         } else {
             plain();
         }
-        if (tries) note(number, static_cast<float>(now_ns() - began_ns) / static_cast<float>(bytes));
+        if (tries)
+            note(number, static_cast<float>(now_ns() - began_ns) / static_cast<float>(bytes));
     }
 
   private:

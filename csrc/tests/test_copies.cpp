@@ -341,8 +341,7 @@ TEST(of_two_ways_to_copy_the_quicker_one_is_taken) {
             [&] { other++; });
     }
     CHECK(plain == 1024 && other == 1024);
-    way.copy(
-        100, [&] { plain++; }, [&] { other++; });
+    way.copy(100, [&] { plain++; }, [&] { other++; });
     CHECK(other == 1025);  // a short copy is no try, and goes the way that is known
 }
 

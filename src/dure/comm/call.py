@@ -41,6 +41,7 @@ import torch
 from dure import native
 from dure.comm.codes import dtype_code, dtype_name
 from dure.comm.ops import REDUCTIONS, ReduceOp
+from dure.errors import DeviceError
 from dure.trace import ring
 
 _KINDS = (
@@ -343,3 +344,15 @@ about = native.set_subject
 
 All ranks must set the same subject: otherwise they raise `Desync` at their next collective.
 """
+
+
+def check_one_device(tensors: Sequence[torch.Tensor], op: str) -> None:
+    """Raise unless all tensors of a call are on one device."""
+    devices = dict.fromkeys(t.device for t in tensors)
+    if len(devices) > 1:
+        raise DeviceError(
+            "the tensors of one call must be on one device",
+            op=op,
+            seen=f"they are on {', '.join(map(str, devices))}",
+            fix="Move them with .to(...).",
+        )

@@ -84,18 +84,6 @@ def check_tensor(tensor: object, op: str, device_types: frozenset[str]) -> None:
         )
 
 
-def check_one_device(tensors: Sequence[torch.Tensor], op: str) -> None:
-    """Raise unless all tensors of a call are on one device."""
-    devices = dict.fromkeys(t.device for t in tensors)
-    if len(devices) > 1:
-        raise DeviceError(
-            "the tensors of one call must be on one device",
-            op=op,
-            seen=f"they are on {', '.join(map(str, devices))}",
-            fix="Move them with .to(...).",
-        )
-
-
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 

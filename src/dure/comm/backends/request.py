@@ -35,6 +35,20 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
+def num_forks() -> int:
+    """Return how many forks led to this process: another number in a forked child."""
+    return _forks
+
+
+def left_behind(**where: Any) -> UsageError:
+    """Make the error of a call in a child that was forked since, without the group's threads."""
+    return UsageError(
+        "the group belongs to the process that this one was forked from",
+        **where,
+        fix="Call from the rank's own process, or make a group in the child.",
+    )
+
+
 def seconds_until(limit: float | None) -> float | None:
     """Return the seconds until `limit` (`time.monotonic`), at least 0; None without a limit."""
     if limit is None:
@@ -101,10 +115,7 @@ class Request:
         """
         if not self.ended:
             if self._left_behind():
-                raise UsageError(
-                    "the group belongs to the process that this one was forked from",
-                    fix="Call from the rank's own process, or make a group in the child.",
-                )
+                raise left_behind()
             if not self._await(None if timeout_s is None else time.monotonic() + timeout_s):
                 return False
         if self.error is not None:

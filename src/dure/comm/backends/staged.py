@@ -43,8 +43,7 @@ import torch
 
 from dure.comm.backends.base import Backend
 from dure.comm.backends.request import Request, current_stream, seconds_until, used_in_stream
-from dure.comm.call import Call
-from dure.comm.checks import check_one_device
+from dure.comm.call import Call, check_one_device
 
 __all__ = ["StagedBackend", "serving"]
 

@@ -33,8 +33,8 @@ import torch
 from dure import trace
 from dure.comm import checks
 from dure.comm.backends.base import Backend, PlainBackend, channel_name
-from dure.comm.backends.request import Request
-from dure.comm.call import Call, call_site
+from dure.comm.backends.request import Request, left_behind, num_forks
+from dure.comm.call import Call, call_site, check_one_device
 from dure.comm.capture import has_no_values, refuse_if_captured
 from dure.comm.group.calling_thread import CallingThread, Crossed, ExclusiveCall
 from dure.comm.group.spec import GroupSpec
@@ -130,6 +130,7 @@ class GroupCore:
         self._second = second
         self._channel, self._channels = 0, [self]
         self._channel_lock = threading.Lock()
+        self._forks = num_forks()
         self._ring = self._open_ring()
 
     def _use(self, backends: dict[str, Backend]) -> None:
@@ -379,6 +380,8 @@ class GroupCore:
                 group=self.group_name,
                 fix="Create a new group; do not keep one across destroy_process_group().",
             )
+        if self._forks != num_forks():
+            raise left_behind(op=op, group=self.group_name)
         if seen := self._caller.crossed:
             where = {"group": self.group_name, "op": op, "seq": self.seq}
             raise crossed(seen, self._rank, where | {"rank": self._rank})
@@ -386,7 +389,7 @@ class GroupCore:
             checks.check_tensor(t, op, self.device_types)
         if not tensors or len(self._backends) == 1:
             return self._first
-        checks.check_one_device(tensors, op)
+        check_one_device(tensors, op)
         return self._backends.get(tensors[0].device.type) or self._first
 
     def _prepare(self, call: Call) -> tuple[Backend, Call, checks.Finish | None]:
@@ -627,6 +630,8 @@ class GroupCore:
     def close(self, abort: bool = False) -> None:
         """Leave the group: pending operations end with `Aborted`, later calls raise `UsageError`.
 
+        A forked child only forgets it: the connections are its parent's.
+
         Args:
             abort: If True, close connections at once, and ignore errors. If False, peers may still
                 complete the last common operation, and an error of the backend is raised.
@@ -640,6 +645,8 @@ class GroupCore:
                 group._engine = group._plain = None
                 if group._ring is not None:
                     flight.retire(group._ring)
+        if self._forks != num_forks():
+            return
         first: DureError | None = None
         for backend in {id(b): b for g in self._channels for b in g._backends.values()}.values():
             try:
