@@ -23,7 +23,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self, cast
@@ -37,6 +36,7 @@ from dure.comm.backends.request import Request, left_behind, num_forks
 from dure.comm.call import Call, call_site, check_one_device
 from dure.comm.capture import has_no_values, refuse_if_captured
 from dure.comm.group.calling_thread import CallingThread, Crossed, ExclusiveCall
+from dure.comm.group.coalesced import Coalescing, PlainCollectives
 from dure.comm.group.spec import GroupSpec
 from dure.comm.profiling import operation, profiler
 from dure.comm.work import Work
@@ -47,30 +47,6 @@ from dure.store.base import Store
 from dure.store.prefix import PrefixStore
 from dure.trace import flight
 from dure.trace.record import MESSAGES
-
-
-@dataclass(slots=True)
-class _Coalescing:
-    """The coalescing manager that a thread is inside."""
-
-    works: list[Work]
-    thread: int
-
-
-class _PlainCollectives:
-    """The plain calls of an engine, except its messages, which take the slow path here."""
-
-    def __init__(self, engine: Channel) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def plain_send(self, *_: object) -> None:
-        """Send nothing."""
-
-    plain_receive = plain_send
-
 
 count_writes: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # pyright: ignore
 """Increment the versions of tensors that an operation writes."""
@@ -122,7 +98,7 @@ class GroupCore:
         takes_meta = any("meta" in b.device_types for b in backends.values())
         self.device_types = frozenset([*backends, "meta"] if takes_meta else backends)
         self._use(backends)
-        self._manager: _Coalescing | None = None
+        self._manager: Coalescing | None = None
         self._caller = CallingThread()
         self.closed, self._failed = False, False
         self.belongings: dict[type, Any] = {torch.device: spec.device_id}
@@ -544,15 +520,15 @@ class GroupCore:
         If the manager `waits` at its end, plain collectives run at once, which costs a tenth of
         starting each. Messages do not: two ranks may send to each other first.
         """
-        self._manager = None if works is None else _Coalescing(works, threading.get_ident())
+        self._manager = None if works is None else Coalescing(works, threading.get_ident())
         if works is None:
             self._plain = self._engine
         elif waits and self._engine is not None:
-            self._plain = cast(Channel, _PlainCollectives(self._engine))
+            self._plain = cast(Channel, PlainCollectives(self._engine))
         else:
             self._plain = None
 
-    def _own_manager(self) -> _Coalescing | None:
+    def _own_manager(self) -> Coalescing | None:
         """Return the coalescing manager, if this thread is inside it."""
         manager = self._manager
         return manager if manager is not None and manager.thread == threading.get_ident() else None
