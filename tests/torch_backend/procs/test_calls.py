@@ -39,9 +39,11 @@ def limits_of_wait(rank: int, folder: str) -> None:
             with pytest.raises(CommTimeout):
                 td.barrier(timeout=timedelta(milliseconds=20))
             notes.set("late", "yes")
+            notes.wait(["met"])  # the barrier goes on; leaving now could end it first
         else:
             notes.wait(["late"])
             td.barrier()
+            notes.set("met", "yes")
 
 
 test_limits_of_wait = in_pool(limits_of_wait)
