@@ -25,6 +25,8 @@ __all__ = ["run_ranks"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_GRACE_S = 1.0
+"""Ranks that wait in a call until the timeout raise within this time, with whom they wait for."""
 
 
 def run_ranks(
@@ -44,8 +46,8 @@ def run_ranks(
         fn: The function; it uses `dure` like the program of one rank.
         *args: Arguments; all ranks get the same objects.
         backend: A backend whose ranks can be threads: "threads" or "gloo".
-        timeout: Seconds until ranks that have not finished are reported; also the group's timeout.
-            None: the environment variable DURE_TEST_TIMEOUT, or 30.
+        timeout: The group's timeout in seconds. A second later, ranks that have not finished are
+            reported. None: the environment variable DURE_TEST_TIMEOUT, or 30.
         eager_bytes: Larger sends wait until they are received, as they may on any backend; with 0
             all sends do. This finds programs that only work because sends are buffered: if all
             ranks wait for each other, they raise `CommTimeout`. Only on "threads", where sends
@@ -88,7 +90,7 @@ def run_ranks(
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout + _GRACE_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     stuck = tuple(r for r, thread in enumerate(threads) if thread.is_alive())
@@ -97,7 +99,10 @@ def run_ranks(
     job.raise_first_error()
     if stuck:
         raise CommTimeout(
-            "thread-ranks did not end in time", missing=stuck, world_size=n, elapsed_s=timeout
+            "thread-ranks did not end in time",
+            missing=stuck,
+            world_size=n,
+            elapsed_s=timeout + _GRACE_S,
         )
     return [job.results[r] for r in range(n)]
 

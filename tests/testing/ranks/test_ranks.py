@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -70,3 +71,23 @@ def test_run_ranks_that_hang_are_shown(capsys, monkeypatch):
     release.set()
     assert info.value.missing == (1,)
     assert "release.wait(PATIENCE_S)" in capsys.readouterr().err
+
+
+def test_run_ranks_raises_the_error_of_ranks_that_wait_for_each_other(monkeypatch):
+    looks = itertools.count()
+
+    def monotonic() -> float:
+        """Say that time is up at the first wait: the ranks' own timeouts end later."""
+        return PATIENCE_S if next(looks) else 0.0
+
+    def body(rank):
+        group = dist.new_group()
+        group.set_timeout(timedelta(seconds=0.1))
+        dist.send(torch.ones(4), 1 - rank, group)
+
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(ranks, "_GRACE_S", PATIENCE_S, raising=False)
+    with pytest.raises(CommTimeout) as info:
+        run_ranks(2, body, eager_bytes=0, timeout=PATIENCE_S)
+    assert info.value.op == "send"
+    assert info.value.missing in {(0,), (1,)}
