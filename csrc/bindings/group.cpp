@@ -74,8 +74,8 @@ ChannelView channel_of(Engine& e, int index) {
 // ------------------------------------------------------------
 
 // Methods of CPython's own kind, which takes less time than nanobind's and takes None too. `kCall`
-// gets the arguments; those after `kNumArgs` are an error. With `kStarts` the last one says whether
-// the call only starts the operation.
+// gets the arguments; any other number than `kNumArgs` is an error. With `kStarts` the last one
+// says whether the call only starts the operation.
 using Arguments = PyObject* const*;
 
 template <auto kCall, int kNumArgs, bool kStarts>

@@ -47,8 +47,8 @@ namespace {
 constexpr size_t kOneShotBytes = 16 * 1024;
 constexpr size_t kStep = 16 * 1024;  // stays in the first-level cache
 
-// Two ranks' copies of what the other has left, of what is left for it, and past the cache.
-QuickerWay taken, left, past_cache;
+// Copies of two ranks: results out of the own buffer, summands into it, results past the cache.
+QuickerWay taking, offering, past_cache;
 
 }  // namespace
 
@@ -226,13 +226,13 @@ void Channel::swap(const Staged& staged, size_t k) {
             if (streams) {
                 large_copy(past_cache, out + at, buffer + at, now);
             } else {
-                fetch_copy(taken, out + at, buffer + at, now, length - at - now);
+                fetch_copy(taking, out + at, buffer + at, now, length - at - now);
             }
         }
         if (at < next_length) {
             const size_t now = std::min(step, next_length - at);
             if (large) {
-                fetch_copy(left, buffer + at, next + at, now, next_length - at - now);
+                fetch_copy(offering, buffer + at, next + at, now, next_length - at - now);
             } else {
                 std::memcpy(buffer + at, next + at, now);
             }

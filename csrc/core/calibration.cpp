@@ -186,8 +186,8 @@ void choose_copies(CopyPlan& plan, int64_t asked, int num_ranks) {
     if (asked >= 0) {
         plan.message_bytes = plan.shared_bytes = plan.block_bytes = static_cast<uint64_t>(asked);
     } else if (!plan.measured) {
-        // As on a busy machine. Staging what a single copy would move quicker costs up to 2 times
-        // as much, the reverse up to 4.
+        // Nothing is known, as on a busy machine. Staging where a single copy is faster takes up to
+        // 2 times as long, a single copy where staging is faster up to 5 times.
         plan.block_bytes = kBeyondCache;
     } else {
         const auto n = static_cast<float>(num_ranks);

@@ -10,16 +10,17 @@
 // take several pages at a time, some lines of each in turn, and ask for those of the next pages
 // meanwhile: more lines are under way from another core's cache, or from memory, at once.
 //
-// Note "Found out by trying". Both ways lose on some processors: one whose `rep movsb` writes whole
-// lines without reading them first is up to three times quicker with the C library's copy, and
-// another half as quick. In a virtual machine it can even change with the cores that it is given.
-// So a process tries both ways with its first copies of a kind, and again after every thousand
-// copies, and takes the one whose quickest copy was quicker.
+// Note "Found out by trying". Both ways are slower than the C library's copy on some processors.
+// Where `rep movsb` writes complete lines without reading them first, the C library is up to three
+// times as fast; elsewhere it is half as fast. On a virtual machine this can change with the cores
+// that it runs on. So a process tries both with its first copies of a kind, and again after every
+// thousand, and then uses the one whose fastest try was faster.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "futex.h"
 
@@ -27,8 +28,8 @@ namespace dure {
 
 // Which of two ways to copy is the quicker one now, for one kind of copies.
 //
-// Threads: any may copy at the same time. What they overwrite of each other's tries is made good by
-// the next ones.
+// Threads: any may copy at the same time. A try that another thread overwrites, or that ends after
+// the last one, is lost, so the slower way may be used until the next tries.
 class QuickerWay {
   public:
     // Copy `bytes` with `plain()` or `other()`, which do the same.
@@ -51,14 +52,14 @@ class QuickerWay {
     }
 
   private:
-    static constexpr size_t kLeastBytes = 8 * 1024;  // shorter copies tell nothing
+    static constexpr size_t kLeastBytes = 8 * 1024;  // shorter ones are not timed
     static constexpr uint32_t kTries = 8, kPeriod = 1024;
 
-    void note(uint32_t number, float ns_a_byte) {
+    void note(uint32_t number, float ns_per_byte) {
         std::atomic<float>& least = least_[number % 2];
         const bool first = number < 2;
-        if (first || ns_a_byte < least.load(std::memory_order_relaxed)) {
-            least.store(ns_a_byte, std::memory_order_relaxed);
+        if (first || ns_per_byte < least.load(std::memory_order_relaxed)) {
+            least.store(ns_per_byte, std::memory_order_relaxed);
         }
         if (number + 1 == kTries) {
             other_is_quicker_.store(least_[1].load() < least_[0].load(), std::memory_order_relaxed);
@@ -67,7 +68,8 @@ class QuickerWay {
 
     std::atomic<uint32_t> copies_{0};
     std::atomic<bool> other_is_quicker_{false};
-    std::atomic<float> least_[2] = {0, 0};  // ns a byte of this period's tries
+    static constexpr float kNone = std::numeric_limits<float>::infinity();
+    std::atomic<float> least_[2] = {kNone, kNone};  // ns per byte of this period's tries
 };
 
 // Whether `bytes` are more than this machine's last cache holds.

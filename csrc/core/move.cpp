@@ -94,7 +94,7 @@ void copy_runs(Reach to, Reach from, size_t bytes, F copy) {
 }
 
 // Copies into staging, and past the cache.
-QuickerWay put_by, past_cache;
+QuickerWay putting, past_cache;
 
 }  // namespace
 
@@ -238,7 +238,7 @@ struct Channel::Transfer {
                       if (now < kLong) {
                           std::memcpy(to, from, now);
                       } else {
-                          fetch_copy(put_by, to, from, now);
+                          fetch_copy(putting, to, from, now);
                       }
                   });
     }

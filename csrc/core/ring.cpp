@@ -48,7 +48,7 @@ constexpr size_t kLeastPiece = 16 * 1024;
 constexpr size_t kPieces = 4;   // of a message that is not large
 constexpr size_t kQuarter = 4;  // of the ring: the receiver's step
 
-QuickerWay read_by;  // of long messages
+QuickerWay reading;  // long messages
 
 }  // namespace
 
@@ -130,7 +130,7 @@ void Mailbox::read(int from, std::byte* data, size_t n, bool large) {
     const std::byte* bytes = group_.ring_data(from, group_.rank());
     const auto copy = [&](std::byte* to, const std::byte* out_of, size_t length) {
         if (large) {
-            large_copy(read_by, to, out_of, length);
+            large_copy(reading, to, out_of, length);
         } else {
             std::memcpy(to, out_of, length);
         }

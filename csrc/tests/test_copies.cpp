@@ -345,6 +345,30 @@ TEST(of_two_ways_to_copy_the_quicker_one_is_taken) {
     CHECK(other == 1025);  // a short copy is no try, and goes the way that is known
 }
 
+// As of a thread that is in its try while others copy.
+TEST(a_first_try_that_ends_after_the_last_one_does_not_count) {
+    QuickerWay way;
+    int plain = 0, other = 0;
+    const auto slow = [] { std::this_thread::sleep_for(std::chrono::milliseconds(1)); };
+    const auto copy = [&] {
+        way.copy(
+            kPage * 4, [&] { plain++; },
+            [&] {
+                other++;
+                slow();
+            });
+    };
+    copy();
+    way.copy(
+        kPage * 4, [&] { plain++; },
+        [&] {
+            slow();
+            for (int number = 2; number < 8; number++) copy();
+        });
+    for (int number = 8; number < 1024; number++) copy();
+    CHECK(plain == 1020 && other == 3);
+}
+
 // ---- ends in between ----------------------------------------------------------------------------
 
 constexpr size_t kLarge = size_t{128} << 20;
