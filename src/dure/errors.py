@@ -26,7 +26,7 @@ apply:
     ├── UsageWarning             UserWarning: a valid call that is probably a mistake
     ├── PerformanceWarning       UserWarning: correct results, but slower than necessary
     ├── UnwaitedWorkWarning      RuntimeWarning: an asynchronous operation without a `wait`
-    └── ForkWarning              RuntimeWarning: a child process that shares memory
+    └── ForkWarning              RuntimeWarning: a fork that does not copy all results
 
 torch's exception classes are between `DureError` and ours:
 
@@ -666,4 +666,4 @@ class UnwaitedWorkWarning(DureWarning, RuntimeWarning):
 
 
 class ForkWarning(DureWarning, RuntimeWarning):
-    """This process forks while it has shared memory that the child will share, too."""
+    """This process forks while it has more results in shared memory than a fork copies."""

@@ -15,9 +15,9 @@ it has drawn before, is another one after a resume. So the generators (torch, `r
 seeded again for each sample, with a number made of the seed, the epoch and the sample's index: a
 sample's augmentation is a function of those three alone. Without workers the samples are made in
 the training process, whose own generators are put back after each batch. The indices take the seed
-with them to the workers, so persistent workers learn of a new epoch too. A list, a range, a tensor,
-an array and a `TensorDataset` draw nothing, so for these no generator is seeded but in workers,
-once a batch, for a `collate_fn` that draws.
+with them to the workers, so persistent workers learn of a new epoch too. Samples of a list, a
+tuple, a range, a tensor, an array and a `TensorDataset` are made without random numbers, so no
+generator is seeded for them; workers seed theirs once per batch, for a `collate_fn` that draws.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ So several ranks can share one GPU, which NCCL refuses. `StagedBackend` runs eac
 stream before it, never for another rank. The CPU backend must see the operation in the order of the
 calls, because other ranks may have called it with CPU tensors, which begin at once.
 
-**Streams.** Step 3 may run in another stream than step 1, which must not overtake what the caller's
-stream still does with the outputs: it first waits for the event of step 1 (recorded for every
-operation, because one that reads nothing does not wait for it on the host). Other threads and
-streams that wait afterwards wait for an event recorded after step 3.
+**Streams.** Step 3 may run in another stream than step 1, and must not overtake what the caller's
+stream still does with the outputs. So that stream first waits for the event of step 1, which is
+recorded for every operation: one that reads nothing does not wait for it on the host. Other threads
+and streams that wait afterwards wait for an event recorded after step 3.
 
 **Memory.** Pinned memory that is freed while a copy from it is queued is not reused before the copy
 has ended: torch's allocator of pinned memory knows the stream. Its allocator of device memory only
