@@ -42,11 +42,18 @@ class World:
     def clear(self) -> None:
         """Forget everything (the groups have been closed, or belong to a parent process)."""
         self.beginning = threading.RLock()
+        self.is_parents = False  # the default group was that of a parent process
         self.default: ProcessGroup | None = None
         self.groups: dict[str, ProcessGroup] = {}
         self.rendezvous: Rendezvous | None = None
         self.num_created = 0
         self.created_locally: dict[tuple[int, ...], int] = {}
+
+    def clear_in_child(self) -> None:
+        """Forget the groups of the parent process, and remember that it had a default group."""
+        is_parents = self.is_parents or self.default is not None
+        self.clear()
+        self.is_parents = is_parents
 
     def need_default(self) -> ProcessGroup:
         """Return the default group, or raise; wait while it is being created."""
@@ -54,6 +61,11 @@ class World:
             with self.beginning:
                 if self.default is not None:
                     return self.default
+            if self.is_parents:
+                raise UsageError(
+                    "the default group belongs to the process that this one was forked from",
+                    fix="Call from the rank's own process, or dure.init_process_group() here.",
+                )
             raise UsageError(
                 "the default process group has not been initialized",
                 fix="Call dure.init_process_group() first (and not after destroy_process_group()).",
@@ -64,7 +76,7 @@ class World:
 _process_world = World()
 _current: contextvars.ContextVar[World]
 _current = contextvars.ContextVar("dure_world", default=_process_world)
-os.register_at_fork(after_in_child=_process_world.clear)
+os.register_at_fork(after_in_child=_process_world.clear_in_child)
 
 
 _has_thread_ranks = False

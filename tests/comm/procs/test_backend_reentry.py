@@ -185,3 +185,23 @@ def test_program_that_ends_while_a_daemon_thread_waits_ends_well(call):
     command = [sys.executable, "-c", _ENDS_WHILE_WAITING, call]
     ended = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def _error_of_a_barrier() -> str:
+    with pytest.raises(UsageError) as caught:
+        dure.barrier()
+    return str(caught.value)
+
+
+def _forks_before_and_after_leaving(slot: Slot) -> tuple[str, str]:
+    slot.init()
+    before = in_child(_error_of_a_barrier)
+    dure.destroy_process_group()
+    return before, in_child(_error_of_a_barrier)
+
+
+def test_a_forked_child_learns_that_the_default_group_is_its_parents(tmp_path):
+    with Ranks(1, tmp_path, _forks_before_and_after_leaving) as ranks:
+        ((before, after),) = ranks.values()
+    assert "forked from" in before
+    assert "has not been initialized" in after
