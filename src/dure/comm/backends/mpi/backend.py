@@ -39,6 +39,7 @@ from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.header import Header
 from dure.comm.backends.mpi.header import INLINE, POLL, Headers, Stage
 from dure.comm.backends.mpi.library import Library, load
+from dure.comm.backends.mpi.matching import Unmatched
 from dure.comm.backends.mpi.memory import (
     NOTHING,
     Piece,
@@ -74,9 +75,6 @@ _SEGMENT = 1 << 20
 
 _RESERVED_TAGS = 3
 
-_Receive = tuple[int | None, int, Operation]
-"""The source (None: any), the tag, and the operation of a receive."""
-
 
 class MpiBackend:
     """One rank's part of a group over MPI; the contract is that of `Backend`.
@@ -103,7 +101,7 @@ class MpiBackend:
         self.compares_calls = _compares(options)
         self._own = None if self.compares_calls else OwnCollectives(self._mpi, comm)
         self._engine = ProgressEngine(library, comm, options.name, seconds, highest, oversubscribed)
-        self._unmatched: list[_Receive] = []  # receives whose message has not come, in order
+        self._unmatched = Unmatched()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
@@ -295,15 +293,15 @@ class MpiBackend:
         message in between. A receive does not probe before an earlier one that the message could
         be for.
         """
-        status, me = self._mpi.Status(), (src, tag, operation)
-        self._unmatched.append(me)
+        status = self._mpi.Status()
+        number = self._unmatched.add(src, tag)
         try:
-            while self._is_behind(me) or not self._comm.Iprobe(
+            while not self._unmatched.is_next(number, src, tag) or not self._comm.Iprobe(
                 self._mpi.ANY_SOURCE if src is None else src, tag, status
             ):
                 yield POLL
         finally:
-            self._unmatched.remove(me)
+            self._unmatched.remove(number, src, tag)
         operation.source = source = status.Get_source()
         arrived = status.Get_elements(self._mpi.BYTE)
         if arrived != tensor.nbytes:
@@ -316,12 +314,6 @@ class MpiBackend:
             )
         request = self._comm.Irecv(message_of(self._mpi, piece_of(tensor)), source, tag)
         yield Stage([request], [source], 1)
-
-    def _is_behind(self, receive: _Receive) -> bool:
-        """Return whether a receive before this one could take its message."""
-        src, tag, _ = receive
-        before = self._unmatched[: self._unmatched.index(receive)]
-        return any(t == tag and (s == src or None in (s, src)) for s, t, _ in before)
 
     def _check_tag(self, tag: int) -> None:
         if tag >= self.num_tags:
