@@ -52,6 +52,7 @@ def monitored_barrier(
         raise UsageError("the timeout is negative", op="monitored_barrier", seen=f"{limit_s} s")
     if group.backend_name == "fake":
         return  # the other ranks do not exist
+    group.refuse_in_child("monitored_barrier")
     group.num_monitored += 1
     prefix = f"monitored/{group.num_monitored}"
     if group.rank() == 0:

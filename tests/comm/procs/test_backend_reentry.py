@@ -123,7 +123,10 @@ def _forks_while_pending(slot: Slot, backend: str) -> tuple[object, float]:
                 _outcome(reduced_too.is_completed),
                 _outcome(reduced_too.wait),
                 _outcome(lambda: reduced_last.get_future().wait()),
-                *map(_outcome, (group.barrier, lambda: group.all_reduce(z), group.abort)),
+                *map(_outcome, (group.barrier, lambda: group.all_reduce(z))),
+                _outcome(lambda: dure.monitored_barrier(group, timeout=5.0)),
+                _outcome(lambda: group.channel(1)),
+                _outcome(group.abort),
             ]
         )
         dure.send(torch.ones(1), 1)
@@ -147,7 +150,7 @@ def test_pending_operations_are_refused_in_a_forked_child(tmp_path, backend):
         (seen, first), (_, second) = ranks.values()
     assert seen[:5] == child
     assert seen[5] in ("RuntimeError", "UsageError")
-    assert seen[6:] == ["UsageError", "UsageError", "None"]
+    assert seen[6:] == ["UsageError", "UsageError", "UsageError", "UsageError", "None"]
     assert (first, second) == (numbers + (1 << 18) * 5.0, numbers + (1 << 18) * 1.0)
 
 

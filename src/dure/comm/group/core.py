@@ -176,6 +176,7 @@ class GroupCore:
     def _open_channel(self, index: int) -> Self:
         if self.closed:
             raise UsageError("the process group has been destroyed", group=self.group_name)
+        self.refuse_in_child("channel")
         view = object.__new__(type(self))
         vars(view).update(vars(self))
         view._channel, view.seq = index, 0
@@ -356,8 +357,7 @@ class GroupCore:
                 group=self.group_name,
                 fix="Create a new group; do not keep one across destroy_process_group().",
             )
-        if self._forks != num_forks():
-            raise left_behind(op=op, group=self.group_name)
+        self.refuse_in_child(op)
         if seen := self._caller.crossed:
             where = {"group": self.group_name, "op": op, "seq": self.seq}
             raise crossed(seen, self._rank, where | {"rank": self._rank})
@@ -367,6 +367,11 @@ class GroupCore:
             return self._first
         check_one_device(tensors, op)
         return self._backends.get(tensors[0].device.type) or self._first
+
+    def refuse_in_child(self, op: str) -> None:
+        """Raise in a child that was forked since the group was made."""
+        if self._forks != num_forks():
+            raise left_behind(op=op, group=self.group_name)
 
     def _prepare(self, call: Call) -> tuple[Backend, Call, checks.Finish | None]:
         """Check a call on the user's tensors.
