@@ -48,7 +48,7 @@ def listen(address: Address) -> Listener:
             seen=error.strerror or str(error),
             fix="Another program or another rank 0 holds the port, or the address is another "
             "machine's: choose a free MASTER_PORT (under torchrun and in clusters "
-            "DURE_STORE_PORT) and an address of rank 0's host, or port 0 if it can be passed on.",
+            "DURE_STORE_PORT) and an address of rank 0's host.",
         ) from None
     port = sock.getsockname()[1]
     bound = Address(family=address.family, ip=address.ip, port=port)
