@@ -205,6 +205,23 @@ def test_contexts_do_not_nest_and_have_the_numbers_of_their_process(cluster: Clu
             autograd._retrieve_context(context_id)  # pyright: ignore[reportPrivateUsage]
 
 
+def _leave(_: torch.Tensor) -> None:
+    raise SystemExit(3)
+
+
+def leaves_backward(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(_leave)
+    return y
+
+
+def test_an_exit_in_another_workers_backward_is_an_error_of_the_pass(cluster: Cluster) -> None:
+    with cluster.on(0), autograd.context() as context_id:
+        loss = api.rpc_sync("worker1", leaves_backward, (leaf(2.0),)).sum()
+        with pytest.raises(RpcError, match="SystemExit"):
+            autograd.backward(context_id, [loss])
+
+
 def test_a_shutdown_ends_a_backward_pass(cluster: Cluster) -> None:
     with cluster.on(0) as agent, autograd.context() as context_id:
         x = leaf(2.0)

@@ -489,8 +489,10 @@ class Contexts:
                 raise failures.malformed_message(sender, TypeError("gradients must be tensors"))
             with _profiled("SendRpcBackward"):
                 self._step(self.find(came.context), sender, came, gradients)
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: the pass waits for an answer
             self._failed(came.backward, error)
+            if isinstance(error, KeyboardInterrupt):  # Ctrl-C in the thread that waits
+                raise
 
     def _step(
         self,
@@ -524,7 +526,7 @@ class Contexts:
                 run.add(message)
             self._agent.transport.complete(run.ticket)
 
-    def _failed(self, backward: PassId, error: Exception) -> None:
+    def _failed(self, backward: PassId, error: BaseException) -> None:
         encoded = failures.encode(error, self._me)
         self._report(_PassReport(backward, node=self._me.id, error=encoded))
 
