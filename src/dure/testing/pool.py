@@ -38,7 +38,7 @@ import torch
 import dure
 from dure import env
 from dure.comm.world import current_world
-from dure.errors import CommTimeout, LaunchError, UsageError
+from dure.errors import CommError, CommTimeout, LaunchError, UsageError
 from dure.testing.ranks import default_timeout_s
 
 __all__ = ["ProcessPool", "start_server"]
@@ -246,8 +246,11 @@ class ProcessPool:
                 rank = self._pipes.index(pipe)  # pyright: ignore[reportArgumentType]
                 reply = self._reply_of(rank)
                 values[rank] = reply.value
-                if reply.error is not None and first_error is None:
-                    first_error = reply.error
+                error = reply.error
+                # What other ranks raise about one that died can come before its death is seen.
+                is_cause = isinstance(error, LaunchError) and isinstance(first_error, CommError)
+                if error is not None and (first_error is None or is_cause):
+                    first_error = error
                     first_error.add_note(f"on rank {rank} of {self.size}:\n{reply.trace}")
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         if first_error is not None:

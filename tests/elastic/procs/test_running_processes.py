@@ -86,7 +86,8 @@ def test_down_to_one_rank_and_up_again(job: Launching, expected: list[float]):
     code, told = results(job, 2, (0, "step 4", "KILL"), more=more, ELASTIC_WAIT="2")
     assert code == 0
     check(told, {0, 1}, expected)
-    assert told[1]["recoveries"] == [[1, 0], [0, 1]]
+    lost, joined = zip(*told[1]["recoveries"], strict=True)
+    assert (sum(lost), sum(joined)) == (1, 1)  # in one recovery, if the new rank came soon
 
 
 @pytest.mark.parametrize("died", [False, True])
