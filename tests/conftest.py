@@ -23,7 +23,7 @@ from dure.testing.pool import start_server
 from tests.launch.faults.agents import Crew
 from tests.launch.procs.launching import Launching, launching
 from tests.needs import why_missing
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, descriptors
 
 # A job in the background of a shell ignores Ctrl-C, one under nohup ignores SIGHUP, and so would
 # all programs that tests start.
@@ -165,13 +165,12 @@ def _shared_memory() -> set[str]:
 
 
 def _descriptors() -> set[str]:
-    found = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            target = link.readlink().as_posix()
-            if target not in _UNTRACKED and not target.startswith(("/proc/", "/dev/nvidia")):
-                found.add(f"{link.name} {target}")
-    return found
+    return {
+        found
+        for found in descriptors()
+        if (target := found.partition(" ")[2]) not in _UNTRACKED
+        and not target.startswith(("/proc/", "/dev/nvidia"))
+    }
 
 
 _KINDS: dict[str, Callable[[], set[str]]] = {

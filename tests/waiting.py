@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,18 @@ T = TypeVar("T")
 # busy machine may need many times what a quiet one does. It is below pytest's own limit per test,
 # so the wait fails with its own words. Also the default of `run_ranks` and `ProcessPool` in tests.
 PATIENCE_S = int(os.environ.setdefault("DURE_TEST_TIMEOUT", "240"))
+
+
+def descriptors() -> set[str]:
+    """List this process's open descriptors, each as its number and what it is open on.
+
+    To find what is left compare sets, not counts: one that was open before may close meanwhile.
+    """
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed by now, as the listing's own is
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return found
 
 
 def until(

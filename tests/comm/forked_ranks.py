@@ -310,11 +310,6 @@ def mapped_segments() -> list[str]:
     return [line for line in lines if "/memfd:dure" in line]
 
 
-def descriptors() -> int:
-    """Count this process's open descriptors."""
-    return len(os.listdir("/proc/self/fd"))
-
-
 class Named:
     """A backend whose collectives can be called by name, with ``async_op`` last."""
 

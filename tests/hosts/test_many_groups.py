@@ -44,7 +44,9 @@ def _used_now() -> tuple[tuple[int, ...], int]:
 
 def _nothing_was_added(first: tuple[tuple[int, ...], int]) -> bool:
     own, num_keys = _used_now()
-    return own == first[0] and num_keys <= first[1]
+    # Less is right, too: what earlier groups had may still have been closing at the first look.
+    no_more = all(now <= then for now, then in zip(own, first[0], strict=True))
+    return no_more and num_keys <= first[1]
 
 
 def _resident() -> int:

@@ -18,8 +18,8 @@ import torch
 import dure
 from dure import symmetric_memory
 from dure.errors import PeerLost
-from tests.comm.forked_ranks import Ranks, Slot, descriptors, mapped_segments
-from tests.waiting import PATIENCE_S
+from tests.comm.forked_ranks import Ranks, Slot, mapped_segments
+from tests.waiting import PATIENCE_S, descriptors
 
 pytestmark = [
     pytest.mark.needs("engine"),
@@ -58,7 +58,7 @@ def _operate(operation: str, rng: random.Random, x: torch.Tensor) -> None:
 def _round(slot: Slot, seed: int, victim: int, after_s: float, shrinks: bool):
     """Collectives at random, alike on all ranks, until one of them is lost."""
     symmetric_memory.empty(1)  # the process's heap, which stays
-    before = descriptors(), len(mapped_segments()), _num_threads()
+    before = len(descriptors()), len(mapped_segments()), _num_threads()
     slot.init()
     rng = random.Random(seed)
     dure.barrier()  # all have joined
@@ -78,7 +78,7 @@ def _round(slot: Slot, seed: int, victim: int, after_s: float, shrinks: bool):
         dure.all_reduce(x)
         total = x.sum().item() / 1000
     dure.destroy_process_group()
-    after = descriptors(), len(mapped_segments()), _num_threads()
+    after = len(descriptors()), len(mapped_segments()), _num_threads()
     return lost.peer, lost.exit, at, total, before, after
 
 

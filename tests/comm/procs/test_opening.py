@@ -14,7 +14,8 @@ from dure.comm.ops import ReduceOp
 from dure.errors import RendezvousError
 from dure.store.file import FileStore
 from dure.store.prefix import PrefixStore
-from tests.comm.forked_ranks import Ranks, Slot, descriptors, join, mapped_segments
+from tests.comm.forked_ranks import Ranks, Slot, join, mapped_segments
+from tests.waiting import descriptors
 
 pytestmark = pytest.mark.needs("engine")
 
@@ -60,7 +61,8 @@ def _opens_and_closes(slot: Slot, rounds: int):
         backend.close(False)
         assert shared[-1] == slot.size  # memory lives as long as its tensor
         del shared
-        seen.append((descriptors(), len(mapped_segments()), len(os.listdir("/proc/self/task"))))
+        threads = len(os.listdir("/proc/self/task"))
+        seen.append((len(descriptors()), len(mapped_segments()), threads))
     return seen
 
 

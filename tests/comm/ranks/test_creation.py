@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from dure.store.builds import Build
 from dure.testing import run_ranks
 from dure.testing.ranks import new_world
 from tests.thread_ranks import on_ranks
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, descriptors, until
 
 FILE = Path(__file__).name
 AT_ONCE, LONG = timedelta(microseconds=1), timedelta(seconds=PATIENCE_S)
@@ -154,11 +153,11 @@ def test_members_that_chose_other_backends_because_one_has_no_engine_name_the_re
 
 
 def test_sockets_of_gloo_close_with_a_group_that_was_not_made():
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     gc.disable()  # the errors that were raised are part of circles, the sockets must not be
     try:
         _refusals(Desync, lambda _: None, ("gloo", "cpu:gloo"))
-        until(lambda: len(os.listdir("/proc/self/fd")) == before, "sockets to be closed")
+        until(lambda: not descriptors() - before, "sockets to be closed")
     finally:
         gc.enable()
 
