@@ -26,7 +26,7 @@ import torch
 from dure.errors import PeerLost
 from dure.rpc.agent import RpcAgent
 from dure.rpc.current import here
-from dure.rpc.message import Completion, RpcMessage, Work
+from dure.rpc.message import Completion, FutureCompletion, RpcMessage, Work
 from dure.rpc.names import WorkerInfo
 
 __all__ = ["Cluster", "LocalTransport", "Network"]
@@ -200,7 +200,9 @@ class LocalTransport:
             with self._bell:
                 event = self._take()
             work = event[1]() if event is not None else None
-        if work is not None:
+        if type(work) is FutureCompletion and threading.current_thread() not in self._threads:
+            self.receiver.caller.complete_soon()
+        elif work is not None:
             self.submit(work)
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ import torch
 
 from dure.errors import RpcError
 from dure.rpc import api
+from dure.rpc.agent import RpcAgent
 from dure.rpc.caller import MADE
-from dure.rpc.message import MessageType, Numbered, RpcMessage
+from dure.rpc.message import FutureCompletion, MessageType, Numbered, RpcMessage
 from tests.rpc.gates import Cluster, Gate, add, fail, wait_at_gate
 from tests.waiting import PATIENCE_S, until
 
@@ -53,13 +54,16 @@ def test_timeouts() -> None:
 
 def test_a_result_is_unpacked_once_though_somebody_begins_to_wait_meanwhile() -> None:
     """Unpacked twice, its tensors would have two places in the graph of distributed autograd."""
-    with Cluster(2) as cluster, cluster.on(0):
+    with Cluster(2) as cluster, cluster.on(0) as agent:
         future = api.rpc_async("worker1", Unpacked)
         Gate.wait_for()  # a thread of the caller's unpacks it
         got: list[Any] = []
+        in_torch = threading.Event()  # the rest of the wait is torch's
+        plain = agent.caller.wait_until_notified
+        agent.caller.wait_until_notified = lambda call: (plain(call), in_torch.set())[0]
         waiting = threading.Thread(target=lambda: got.append(future.wait()))
         waiting.start()
-        until(lambda: future.call.awaited, "the thread to wait")
+        assert in_torch.wait(PATIENCE_S)
         Gate.open.set()
         waiting.join()
         assert got == ["unpacked"]
@@ -75,6 +79,51 @@ def test_futures_of_torch_are_completed_though_nobody_waits() -> None:
         assert called.wait(PATIENCE_S)
         with pytest.raises(ValueError, match="bad"), api._wait_all():
             api.rpc_async("worker1", fail, ("bad",))
+
+
+@pytest.fixture
+def left_uncompleted() -> Iterator[tuple[RpcAgent, list[Any], list[Callable[[], None]]]]:
+    """Three futures whose answers a thread has received that waits for something else.
+
+    With the agent, and its timers, which do not expire by themselves.
+    """
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        timers: list[Callable[[], None]] = []
+        agent.timers.at = lambda _, action: timers.append(action)
+        cluster.network.hold(1, 0)
+        futures = [api.rpc_async("worker1", add, (n, 1), timeout=0) for n in range(3)]
+        answers = cluster.network._held[1, 0]
+        until(lambda: len(answers) == 3, "the answers")
+        for _, deliver in answers:
+            assert type(deliver()) is FutureCompletion
+            agent.caller.complete_soon()
+        answers.clear()
+        assert [future.done() for future in futures] == [False] * 3
+        yield agent, futures, timers
+
+
+def test_futures_whose_answers_have_come_are_completed_by_their_waits_or_soon(
+    left_uncompleted: tuple[RpcAgent, list[Any], list[Callable[[], None]]],
+) -> None:
+    agent, futures, timers = left_uncompleted
+    assert agent.activity()[1] == 3  # the end of RPC waits for them
+    assert futures[0].wait() == 1
+    ran_in = futures[1].then(lambda _: threading.get_ident())
+    assert ran_in.wait() != threading.get_ident()
+    assert futures[1].value() == 2
+    (expire,) = timers
+    expire()
+    assert torch.futures.wait_all(futures) == [1, 2, 3]
+    until(lambda: agent.activity()[1] == 0, "the end of all completions")
+
+
+def test_futures_whose_answers_have_come_are_completed_at_the_end_of_rpc(
+    left_uncompleted: tuple[RpcAgent, list[Any], list[Callable[[], None]]],
+) -> None:
+    agent, futures, _ = left_uncompleted
+    agent.close()
+    assert [future.done() for future in futures] == [True] * 3
+    assert [future.value() for future in futures] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("combined", [False, True])

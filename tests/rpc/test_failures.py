@@ -33,8 +33,17 @@ class Lies(Exception):
 
 
 class NoText(Exception):
+    def __init__(self, text: str = "", why: type[BaseException] = KeyError) -> None:
+        super().__init__(text)
+        self.why = why
+
     def __str__(self) -> str:
-        raise KeyError("no text")
+        raise self.why("no text")
+
+
+class Exits(Exception):
+    def __init__(self, text: str) -> None:
+        raise SystemExit(text)
 
 
 class NoModule(Exception):
@@ -98,8 +107,16 @@ def test_what_cannot_be_made_of_its_text_is_an_rpc_error() -> None:
     assert "UnicodeDecodeError" in str(got)
 
 
-def test_a_text_that_cannot_be_had_is_told() -> None:
-    assert "its text cannot be had: KeyError" in travel(NoText()).args[0]
+@pytest.mark.parametrize("why", [KeyError, SystemExit])
+def test_a_text_that_cannot_be_had_is_told(why: type[BaseException]) -> None:
+    assert f"its text cannot be had: {why.__name__}" in travel(NoText(why=why)).args[0]
+
+
+def test_a_type_that_ends_the_process_when_it_is_made_is_an_rpc_error() -> None:
+    error = Exits.__new__(Exits)
+    got = travel(error)
+    assert type(got) is RpcError
+    assert "Original exception on remote side was Exits" in str(got)
 
 
 def test_the_fields_of_our_errors_come_along() -> None:

@@ -16,7 +16,7 @@ from dure.rpc import api
 from dure.rpc.allow import Allowed
 from dure.rpc.functions import async_execution
 from dure.rpc.rref import RRef
-from tests.rpc.gates import Cluster, Gate, add, held, wait_at_gate
+from tests.rpc.gates import Cluster, Gate, add, fail, held, wait_at_gate
 from tests.waiting import PATIENCE_S, until
 
 
@@ -48,6 +48,10 @@ def kept_value() -> Any:
 
 def let_go() -> None:
     kept.clear()
+
+
+def same(value: Any) -> Any:
+    return value
 
 
 def sum_of(*rrefs: RRef[Any]) -> Any:
@@ -100,6 +104,23 @@ def test_it_is_waited_for_though_it_is_not_made_yet() -> None:
             rref.to_here(timeout=0.01)
         Gate.open.set()
         assert [future.wait() for future in futures] == [10, 10, 10]
+
+
+def test_a_small_value_is_fetched_while_all_threads_of_its_owner_run_calls() -> None:
+    with Cluster(2, slots=1) as cluster, cluster.on(0):
+        values = [None, 2.5, "text", b"bytes", torch.ones(3)]
+        rrefs = [api.remote("worker1", same, (value,)) for value in values]
+        failed = api.remote("worker1", fail, ("bad",))
+        assert api.rpc_sync("worker1", add, (1, 1)) == 2  # after them
+        busy = api.rpc_async("worker1", wait_at_gate, (5,))
+        Gate.wait_for()
+        assert [rref.to_here() for rref in rrefs[:4]] == values[:4]
+        assert torch.equal(rrefs[4].to_here(), torch.ones(3))
+        with pytest.raises((ValueError, RpcError), match="bad"):
+            failed.to_here()
+        assert not busy.done()
+        Gate.open.set()
+        assert busy.wait() == 5
 
 
 def test_a_value_whose_owner_dies_while_it_makes_it_is_lost_with_its_owner() -> None:

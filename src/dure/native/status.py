@@ -161,11 +161,7 @@ def error_of(
                 **fields,
             )
         case Status.FORKED:
-            return UsageError(
-                "the group belongs to the process that this one was forked from",
-                fix="Call from the rank's own process, or make a group in the child.",
-                **fields,
-            )
+            return left_behind(**fields)
         case Status.NESTED:
             return UsageError(
                 "a signal handler called a collective while another one was waiting",
@@ -182,6 +178,15 @@ def error_of(
                 seen=outcome.detail,
                 **fields,
             )
+
+
+def left_behind(**where: Any) -> UsageError:
+    """Make the error of a call in a child that was forked since, without the group's threads."""
+    return UsageError(
+        "the group belongs to the process that this one was forked from",
+        fix="Call from the rank's own process, or make a group in the child.",
+        **where,
+    )
 
 
 def crossed(seen: str, culprit: int, fields: Mapping[str, Any]) -> Desync:

@@ -171,6 +171,8 @@ class RpcAgent:
         received, called = Received(message, memories), kind in _CALLS
         if message.link or message.body.references or kind == MessageType.MAKE:
             self._receive_tables(received, called)
+        if kind == MessageType.FETCH:
+            return self.callee.fetch(received)
         if called:
             return self.callee.as_work(partial(self.callee.serve, received))
         if kind == MessageType.GRADIENTS:
@@ -300,7 +302,8 @@ class RpcAgent:
         """Return how many calls were made here, and how many are pending or run here."""
         with self.lock:
             waiting = sum(call.counted for call in self.calls.all())
-            return self.calls.made, waiting + self.callee.num_running
+            completing = self.callee.num_running + len(self.caller.uncompleted)
+            return self.calls.made, waiting + completing
 
     def debug_info(self) -> dict[str, str]:
         """Return counts of calls and references, with torch's names."""

@@ -2,7 +2,7 @@
 
 A call is unpacked and run by a thread of the transport that has a slot. A call that makes a value
 (`remote`) is answered when the value is stored; a call that fetches one (`to_here`) waits for it
-without a thread.
+without a thread, and is answered by the thread that has received it if the value is small.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dure.rpc.codec import Body, Packed
 from dure.rpc.current import here
 from dure.rpc.failures import malformed_message
 from dure.rpc.functions import MARK, DeferredResult
+from dure.rpc.memory import INLINE_BYTES
 from dure.rpc.message import GradientTag, MessageType, Received, RpcMessage, Work
 from dure.rpc.values import Value
 from dure.trace import logs
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from dure.rpc.agent import RpcAgent
 
 __all__ = ["Callee"]
+
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 _log = logs.logger("rpc")
 _Future = torch.futures.Future.__mro__[1]  # the C++ class, which `then` returns
@@ -69,9 +72,7 @@ class Callee:
         """Run a call and answer it."""
         message = received.message
         try:
-            if message.kind == MessageType.FETCH:
-                self._fetch(received)
-            elif message.gradients is None:
+            if message.gradients is None:
                 self._call(received)
             else:
                 with self._agent.gradients.serving(message.gradients):
@@ -112,19 +113,25 @@ class Callee:
             self._busy.add(answer)
         later.future.add_done_callback(answer)
 
-    def _fetch(self, received: Received) -> None:
-        """Answer a process that fetches a value, when the value is made."""
+    def fetch(self, received: Received) -> Work | None:
+        """Answer a process that fetches a value, when the value is made; quick, or returns work."""
         message, agent = received.message, self._agent
-        ref, sender = message.make, message.sender
+        ref = message.make
         if ref is None:
-            raise malformed_message(sender, TypeError("a FETCH message without a reference"))
+            error = TypeError("a FETCH message without a reference")
+            self._answer_error(message, malformed_message(message.sender, error))
+            return None
         with agent.lock:
             value = agent.values.find(ref, partial(self._send_value, message))
             is_there = value is None or value.done
         if value is None:
-            raise RpcError("the value was freed, or there is no such reference", op="to_here")
-        if is_there:
+            error = RpcError("the value was freed, or there is no such reference", op="to_here")
+            self._answer_error(message, error)
+        elif is_there and (value.failure or _is_small(value.value)):
             self._send_value(message, value)
+        elif is_there:
+            return self.as_work(partial(self._send_value, message, value))
+        return None
 
     def _send_value(self, message: RpcMessage, value: Value) -> None:
         if value.failure:
@@ -169,3 +176,12 @@ class Callee:
         except PeerLost:
             pass
         self._agent.values.not_sent(packed.body.references)
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value is packed in some microseconds, and without code of the program."""
+    if type(value) is torch.Tensor:
+        return value.layout is torch.strided and value.nbytes <= INLINE_BYTES
+    if type(value) in _PLAIN:
+        return not isinstance(value, str | bytes) or len(value) <= INLINE_BYTES
+    return False

@@ -19,7 +19,14 @@ from dure.rpc.calls import CallFuture, PendingCall, PendingCalls
 from dure.rpc.codec import Packed
 from dure.rpc.current import here
 from dure.rpc.directory import Peer
-from dure.rpc.message import Completion, MessageType, Received, RpcMessage, Work
+from dure.rpc.message import (
+    Completion,
+    FutureCompletion,
+    MessageType,
+    Received,
+    RpcMessage,
+    Work,
+)
 from dure.rpc.names import WorkerInfo
 from dure.rpc.payloads import NOTHING, Args, Function, Kwargs, not_callable
 from dure.rpc.recording import OPS
@@ -37,6 +44,9 @@ To = str | int | WorkerInfo
 MADE = 2
 """Of reports that a MAKE call has succeeded."""
 
+_SOON_S = 0.001
+"""How long a future may be without the answer that has arrived, if no thread waits for it."""
+
 UNSET = -1.0
 """A timeout that is not given: the default applies. 0 means none."""
 
@@ -49,6 +59,7 @@ class Caller:
 
     Attributes:
         calls: The calls under way.
+        uncompleted: Those that have ended, whose futures without callbacks do not show it yet.
         transport: The agent's.
     """
 
@@ -57,6 +68,8 @@ class Caller:
         self._find_error = None if agent.allow is None else agent.allow.find_error
         self._lock, self._reach = agent.lock, agent.directory.reach
         self.calls = PendingCalls(agent.lock, agent.timers, self.fail)
+        self.uncompleted: set[PendingCall] = set()
+        self._completes_soon = False
 
     # --- the three kinds of calls ------------------------------------------------------------
 
@@ -284,6 +297,7 @@ class Caller:
             calls = self.calls.all()
         for call in calls:
             self.fail(call, _closed())
+        self._complete_all()
 
     def _end(self, call: PendingCall, outcome: Received | Exception) -> Work | None:
         """End a call that was removed from the table; return the work for a thread."""
@@ -293,7 +307,36 @@ class Caller:
         if call.notify is None or call.awaited:
             self.transport.complete(call.ticket)
             return None
-        return self._notification(call)
+        if not call.quick:
+            return self._notification(call)
+        self.uncompleted.add(call)
+        self.transport.complete(call.ticket)
+        return FutureCompletion(self._complete, call)
+
+    def _complete(self, call: PendingCall) -> None:
+        self._notification(call)()
+
+    def complete_soon(self) -> None:
+        """Have `uncompleted` completed, where the program does not wait for them before that.
+
+        A thread that waits for one future receives the answers to others. To hand each to another
+        thread takes longer than the program needs until it waits for that one, too.
+        """
+        if not self._completes_soon:
+            self._completes_soon = True
+            self._agent.timers.at(monotonic() + _SOON_S, self._complete_all)
+        if self._agent.closed:  # the timer may never expire
+            self._complete_all()
+
+    def complete_now(self, call: PendingCall) -> None:
+        """Have the future of a call completed, if it has ended."""
+        if call in self.uncompleted:
+            self._agent.submit(self._notification(call))
+
+    def _complete_all(self) -> None:
+        self._completes_soon = False
+        for call in self.uncompleted.copy():
+            self.complete_now(call)
 
     def _end_at_once(self, call: PendingCall, outcome: Received | Exception) -> None:
         work = self._end(call, outcome)
@@ -308,6 +351,7 @@ class Caller:
             notify, call.notify = call.notify, None
         if notify is not None:
             notify(call)
+            self.uncompleted.discard(call)
 
 
 def _name(function: Any) -> str:

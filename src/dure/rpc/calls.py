@@ -91,12 +91,15 @@ class CallFuture(torch.futures.Future[Any]):
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
         """Return a future of what a callback returns for this one; see torch."""
         self.call.quick = False
-        return super().then(callback)
+        after = super().then(callback)
+        self.caller.complete_now(self.call)
+        return after
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
         """Have a function called when the future is done; see torch."""
         self.call.quick = False
         super().add_done_callback(callback)
+        self.caller.complete_now(self.call)
 
     def complete(self, call: PendingCall) -> None:
         """Set the outcome of the call; a waiting thread does not wait for callbacks."""

@@ -59,7 +59,7 @@ def encode(error: BaseException, worker: WorkerInfo) -> bytes:
     """
     try:
         return msgspec.msgpack.encode(_describe(error, worker))
-    except Exception as bad:
+    except (Exception, SystemExit) as bad:
         what = f"it cannot be described: {type.__repr__(type(bad))}"
         name = _printable(type.__repr__(type(error)))
         return msgspec.msgpack.encode(_Failure("", name, _printable(what), "", repr(worker)))
@@ -69,7 +69,7 @@ def _describe(error: BaseException, worker: WorkerInfo) -> _Failure:
     kind = type(error)
     try:
         what = str(error)
-    except Exception as bad:
+    except (Exception, SystemExit) as bad:
         what = f"its text cannot be had: {type(bad).__name__}"
     fields: dict[str, bool | int | float | str] = {}
     if isinstance(error, DureError):
@@ -125,7 +125,7 @@ def decode(encoded: bytes, sender: int, find: Callable[[str, str], Any] | None =
     if kind is not None:
         try:
             error = kind(text)
-        except Exception as refused:
+        except (Exception, SystemExit) as refused:
             text = f"{refused}\nOriginal exception on remote side was {failure.name}: {text}"
     if not isinstance(error, Exception):
         error = RpcError(f"{failure.module}.{failure.name}".lstrip("."), seen=text)

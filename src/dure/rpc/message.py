@@ -19,6 +19,7 @@ from dure.rpc.memory import MemoryRow
 
 __all__ = [
     "Completion",
+    "FutureCompletion",
     "GradientTag",
     "MessageType",
     "Numbered",
@@ -34,6 +35,10 @@ Work = Callable[[], None]
 
 class Completion(partial[None]):
     """Work that needs no slot, because calls that have one may wait for it."""
+
+
+class FutureCompletion(Completion):
+    """Completes a future without callbacks, as the thread that waits for it can do by itself."""
 
 
 class MessageType(IntEnum):

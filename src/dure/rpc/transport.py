@@ -37,7 +37,7 @@ from dure import native
 from dure.errors import PeerLost, RpcError
 from dure.rpc.failures import malformed_message
 from dure.rpc.memory import INLINE_BYTES, MemoryRow, bytes_of, describe, give, own, take
-from dure.rpc.message import RpcMessage, Work
+from dure.rpc.message import FutureCompletion, RpcMessage, Work
 from dure.rpc.peers import LEFT, PeerAddress, Peers
 from dure.rpc.sockets import Sockets
 from dure.rpc.workers import Workers
@@ -203,7 +203,9 @@ class HostTransport:
                 if type(packed) is not bytes:
                     break
                 work = self._handle(packed)
-                if work is not None:
+                if type(work) is FutureCompletion:
+                    self._receiver.caller.complete_soon()
+                elif work is not None:
                     self._workers.submit(work)
         finally:
             if aside:

@@ -166,7 +166,7 @@ class Workers:
         self._here.runs = False
 
     def _put(self, call: Work) -> None:
-        (self._completions if type(call) is Completion else self._queue).append(call)
+        (self._completions if isinstance(call, Completion) else self._queue).append(call)
 
     def _next(self) -> Work | None:
         """With the lock: return work that can run, with a slot for it if it needs one."""

@@ -15,7 +15,7 @@ from dure.rpc import api
 from dure.rpc.autograd.backward import Contexts
 from dure.rpc.optimizer import DistributedOptimizer
 from dure.rpc.rref import RRef
-from tests.rpc.gates import Cluster
+from tests.rpc.gates import Cluster, Gate, wait_at_gate
 from tests.waiting import until
 
 
@@ -113,6 +113,51 @@ def test_a_reference_to_a_parameter_gets_its_gradient_at_its_owner(cluster: Clus
             copy = weight.to_here()
             autograd.backward(context_id, [(copy * 4).sum()])
             assert api.rpc_sync("worker1", gradient_of, (weight, context_id)) == [7.0]
+
+
+def fetching(cluster: Cluster, rref: RRef[torch.Tensor]) -> tuple[threading.Thread, list[Any]]:
+    """Start to fetch a value at worker 0, in a thread that is in no context."""
+    fetched: list[torch.Tensor] = []
+
+    def fetch() -> None:
+        with cluster.on(0):
+            fetched.append(rref.to_here())
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    return thread, fetched
+
+
+def test_a_fetch_outside_of_contexts_is_not_of_the_one_in_which_the_value_is_made(
+    cluster: Cluster,
+) -> None:
+    with cluster.on(0), autograd.context():
+        rref = api.remote("worker1", wait_at_gate, (leaf(1.0),))
+        Gate.wait_for()
+        thread, fetched = fetching(cluster, rref)
+        entry = cluster.agents[1].values._values[rref._ref]  # pyright: ignore[reportPrivateUsage]
+        until(lambda: entry.watchers, "the fetch")
+        Gate.open.set()
+        thread.join()
+        assert (fetched[0].tolist(), fetched[0].grad_fn) == ([1.0], None)
+
+
+def test_a_fetch_outside_of_contexts_is_not_of_the_one_of_the_thread_that_receives_it(
+    cluster: Cluster,
+) -> None:
+    with cluster.on(0):
+        rref = api.remote("worker1", leaf, (1.0,))
+        assert rref.to_here().tolist() == [1.0]  # it is made
+    cluster.network.hold(0, 1)
+    thread, fetched = fetching(cluster, rref)
+    held = cluster.network._held[0, 1]  # pyright: ignore[reportPrivateUsage]
+    until(lambda: held, "the fetch")
+    with cluster.on(1), autograd.context():
+        for _, deliver in held:
+            assert deliver() is None  # this thread answers
+        held.clear()
+    thread.join()
+    assert (fetched[0].tolist(), fetched[0].grad_fn) == ([1.0], None)
 
 
 def test_outside_of_contexts_nothing_is_noted(cluster: Cluster) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from dure.errors import UsageError
+from dure.native.status import left_behind
 
 if TYPE_CHECKING:
     import torch
@@ -38,15 +38,6 @@ os.register_at_fork(after_in_child=_count_fork)
 def num_forks() -> int:
     """Return how many forks led to this process: another number in a forked child."""
     return _forks
-
-
-def left_behind(**where: Any) -> UsageError:
-    """Make the error of a call in a child that was forked since, without the group's threads."""
-    return UsageError(
-        "the group belongs to the process that this one was forked from",
-        **where,
-        fix="Call from the rank's own process, or make a group in the child.",
-    )
 
 
 def seconds_until(limit: float | None) -> float | None:

@@ -32,7 +32,7 @@ import torch
 from dure import trace
 from dure.comm import checks
 from dure.comm.backends.base import Backend, PlainBackend, channel_name
-from dure.comm.backends.request import Request, left_behind, num_forks
+from dure.comm.backends.request import Request, num_forks
 from dure.comm.call import Call, call_site, check_one_device
 from dure.comm.capture import has_no_values, refuse_if_captured
 from dure.comm.group.calling_thread import CallingThread, Crossed, ExclusiveCall
@@ -42,7 +42,7 @@ from dure.comm.profiling import operation, profiler
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, UsageError
 from dure.native import Channel, Outcome
-from dure.native.status import ONE_THREAD_FIX, crossed
+from dure.native.status import ONE_THREAD_FIX, crossed, left_behind
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
 from dure.trace import flight

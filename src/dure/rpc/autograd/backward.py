@@ -416,9 +416,13 @@ class Contexts:
         return context.receives(tag.message, tensors, sender, tag.what) if tag.needing else tensors
 
     def serving(self, tag: GradientTag | None) -> AbstractContextManager[None]:
-        """Return the context in which a call that came with the tag runs, with its answer."""
+        """Return the context in which a call that came with the tag runs, with its answer.
+
+        That of a call without a tag is none, also if the thread is in one: it may be answered by a
+        thread that waits, or that makes the value which it fetches.
+        """
         if tag is None:
-            return _NOTHING
+            return inside(None)
         context = self._known(tag.context)  # also if the message has nothing to unpack
         if context is not None:
             context.workers.add(tag.message[0])
