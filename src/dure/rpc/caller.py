@@ -92,7 +92,7 @@ class Caller:
         if not callable(func):
             raise not_callable(func)
         ref = agent.values.begin(worker.id)
-        rref = RRef[Any].received(agent, ref, worker.id, True)
+        rref = RRef.received(agent, ref, worker.id, True)
         try:
             rref.made_by(self.call(worker, func, *rest, make=ref))
         except Exception:
