@@ -48,6 +48,8 @@ _FUNCTIONAL = {
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
 """Names of torch's functional collectives; other names are those of Dure."""
+_operators: dict[str, Any] = {}
+"""Operators by name. torch makes them at their first use: two for two threads at once."""
 _TRIVIAL = ("aten.detach.", "aten.t.", "aten.view.", "aten.alias.", "aten.transpose.")
 
 
@@ -59,7 +61,8 @@ def _operator(key: Any) -> Any:
     name = str(key).removeprefix("torch.ops.").replace("_c10d_functional.", "c10d_functional.")
     space, _, operator = name.partition(".")
     operator = operator.partition(".")[0]  # without the overload
-    return getattr(getattr(torch.ops, space), operator, name) if operator else name
+    found = getattr(getattr(torch.ops, space), operator, None) if operator else None
+    return name if found is None else _operators.setdefault(f"{space}.{operator}", found)
 
 
 class CommCounts(dict[Any, int]):

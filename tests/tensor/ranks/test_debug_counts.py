@@ -98,6 +98,28 @@ def test_counts_are_found_by_the_names_of_torch(rank):
     assert mode.get_total_counts() == 0
 
 
+def test_counts_of_an_operator_are_one_though_torch_has_made_it_twice():
+    """As for two threads that ask for it at once: each gets its own, and torch keeps one."""
+
+    def count(_: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        with CommDebugMode() as mode:
+            DTensor.from_local(torch.ones(2), mesh, [Partial()]).full_tensor()
+        return mode.get_comm_counts()
+
+    functional_ops: Any = torch.ops.c10d_functional
+    kept = functional_ops.all_reduce
+    first = run_ranks(2, count)[0]
+    del functional_ops.all_reduce
+    try:
+        second = run_ranks(2, count)[0]
+        assert functional_ops.all_reduce is not kept
+        assert dict(first) == dict(second) == {kept: 1}
+        assert second[functional_ops.all_reduce] == 1
+    finally:
+        functional_ops.all_reduce = kept
+
+
 @on_ranks(4)
 def test_each_thread_rank_counts_its_own(rank):
     mesh = init_device_mesh("cpu", (2, 2))
