@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed._functional_collectives  # defines torch.ops.c10d_functional # pyright: ignore
 from torch import nn
 from torch.nn.modules import module as hooks
 
