@@ -2,21 +2,24 @@
 
     python benchmarks/performance.py [--mpi PYTHON]... [--only NAME]... [--render]
 
-Runs `collectives.py` once for each entry of `RUNS`, which leaves benchmarks/results/NAME.json, and
-puts the tables between the markers of docs/performance.md. Each --mpi is a Python with mpi4py and
-an mpirun beside it. With --render nothing is measured: the tables are made from the files.
-The machine must be quiet, and have 16 GiB of memory free.
+Runs `collectives.py` once for each entry of `RUNS`, and the programs of `PROGRAMS`, which leave
+benchmarks/results/NAME.json, and puts the tables between the markers of docs/performance.md. Each
+--mpi is a Python with mpi4py and an mpirun beside it. With --render nothing is measured: the tables
+are made from the files. The machine must be quiet, and have 16 GiB of memory free.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any  # Any: rows of JSON
 
 from compared.results import Cell, Key, Report, read_report, tables_of
 
@@ -43,14 +46,20 @@ RUNS: dict[str, tuple[str, ...]] = {
     "crowd": ("--op", "all_reduce", "--ranks", "2,8", "--sizes", "8,4K,64K,1M,16M,64M"),
 }
 RIVALS_OF_ALL = {"collectives", "largest"}
+PROGRAMS = ("side_by_side", "training")
+RPC, TENSORS, CHECKPOINT = "rpc", "tensors", "checkpoint"
 
 
 def measure(name: str, pythons: Sequence[str]) -> None:
-    """Run one entry of `RUNS`; leave its file."""
+    """Run one entry of `RUNS`, or a program; leave its file."""
+    path = RESULTS / f"{name}.json"
+    if name in PROGRAMS:
+        program = str(ROOT / "benchmarks" / f"{name}.py")
+        subprocess.run([sys.executable, program, "--json", str(path)], check=True)
+        return
     words = list(RUNS[name])
     if name in RIVALS_OF_ALL:
         words[-1] = ",".join([words[-1], *(f"mpi@{python}" for python in pythons)])
-    path = RESULTS / f"{name}.json"
     began = time.monotonic()
     command = [
         sys.executable,
@@ -152,11 +161,52 @@ def render_crowd() -> list[str]:
     return table(["size", "2 ranks", "8 ranks", "8 / 2"], rows)
 
 
+def _conditions(name: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return when and on which processor a program was run, and its rows."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    machine = found["machine"]
+    cores = machine.get("Cores", "").partition(" ")[0]
+    return f"{machine['Processor']}, {cores} cores, {found['when']}.", found["rows"]
+
+
+def render_beside(*parts: str) -> list[str]:
+    """Compare Dure with torch.distributed; of several parts the later ones are of Dure alone."""
+    when, rows = _conditions("side_by_side")
+    found = {(r["part"], r["case"], r["library"]): r["median_s"] for r in rows}
+    heads = ["", "torch", "Dure", "Dure / torch", *["Dure alone"] * (len(parts) - 1)]
+    out: list[list[str]] = []
+    for case in dict.fromkeys(r["case"] for r in rows if r["part"] == parts[0]):
+        rival, mine = (found.get((parts[0], case, name)) for name in ("torch", "dure"))
+        alone = [shown(found.get((part, case, "dure"))) for part in parts[1:]]
+        out.append([case, shown(rival), shown(mine), ratio(mine, rival), *alone])
+    return [when, "", *table(heads, out)]
+
+
+def render_training() -> list[str]:
+    """Return a table for each model: a step, what communication adds, and memory."""
+    when, rows = _conditions("training")
+    out = [when, ""]
+    for model in dict.fromkeys(r["model"] for r in rows):
+        mine = [r for r in rows if r["model"] == model]
+        out += [f"**{model}, {mine[0]['parameters'] / 1e6:.1f} M parameters**", ""]
+        cells: list[list[str]] = []
+        for r in mine:
+            added = "-" if r["exposed"] is None else f"{r['exposed']:+.1%}"
+            memory = f"{r['rss_bytes'] / 1e6:.0f} MB"
+            cells.append([r["contestant"], shown(r["step_s"]), added, memory])
+        out += table(["", "step", "over no communication", "peak RSS of a rank"], cells)
+    return out
+
+
 RENDERED: dict[str, Callable[[], list[str]]] = {
     "machine": render_machine,
     "collectives": render_collectives,
     "bfloat16": render_bfloat16,
     "crowd": render_crowd,
+    "training": render_training,
+    "tensors": partial(render_beside, TENSORS),
+    "checkpoint": partial(render_beside, CHECKPOINT),
+    "rpc": partial(render_beside, RPC, "rpc alone"),
 }
 
 
@@ -174,11 +224,12 @@ def main() -> None:
     """Measure what is asked for, and write the document."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mpi", action="append", default=[], help="a Python with mpi4py")
-    parser.add_argument("--only", action="append", choices=list(RUNS), help="run only these")
+    names = [*RUNS, *PROGRAMS]
+    parser.add_argument("--only", action="append", choices=names, help="run only these")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     options = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
-    for name in [] if options.render else options.only or RUNS:
+    for name in [] if options.render else options.only or names:
         measure(name, options.mpi)
     DOCUMENT.write_text(render(DOCUMENT.read_text("utf-8")), "utf-8")
 

@@ -1,4 +1,4 @@
-"""What communication costs a training step: Dure, torch's DDP on gloo and on the plug-in, and none.
+"""What communication costs a training step: Dure, torch on gloo and on the plug-in, and none.
 
     python benchmarks/training.py [--models NAME]... [--turns N] [--malloc] [--json FILE]
 
@@ -33,9 +33,12 @@ CONTESTANTS = {
     "Dure, DDP": ("ddp", "dure"),
     "Dure, ZeRO": ("zero", "dure"),
     "Dure, ZeRO, host-shared": ("shared", "dure"),
+    "Dure, fully_shard": ("fsdp", "dure"),
     "torch, DDP, gloo": ("ddp", "gloo"),
     "torch, DDP, plug-in": ("ddp", "plugin"),
     "torch, ZeRO, gloo": ("zero", "gloo"),
+    "torch, fully_shard, gloo": ("fsdp", "gloo"),
+    "torch, fully_shard, plug-in": ("fsdp", "plugin"),
 }
 WITH_DEFAULTS = ("none", "Dure, DDP", "torch, DDP, gloo")
 DEFAULTS = ", malloc as it is"

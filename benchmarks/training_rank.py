@@ -2,9 +2,10 @@
 
     python training_rank.py ADDRESS KIND LIBRARY MODEL
 
-KIND is none (no communication), ddp, zero (DDP with ZeroRedundancyOptimizer), or shared (zero with
-host-shared parameters); LIBRARY is dure, gloo (torch's DDP on gloo) or plugin (torch's DDP on the
-backend "dure"). Every rank has one thread, and the same model and batch from the same seed.
+KIND is none (no communication), ddp, zero (DDP with ZeroRedundancyOptimizer), shared (zero with
+host-shared parameters), or fsdp (`fully_shard` of each block and the model); LIBRARY is dure, gloo
+(torch on gloo) or plugin (torch on the backend "dure"). Every rank has one thread, and the same
+model and batch from the same seed.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class Trainer:
         make: Any = torch.optim.SGD if model == "convnet" else torch.optim.AdamW
         if kind != "none":
             self._join(library)
+        if kind == "fsdp":
+            for part in (*getattr(module, "blocks", ()), module):
+                self._find(library, "fully_shard")(part)
+        elif kind != "none":
             self._model = self._find(library, "DistributedDataParallel")(module)
         if kind in {"zero", "shared"}:
             more = {"host_shared_parameters": True} if kind == "shared" else {}
@@ -85,10 +90,15 @@ class Trainer:
     @staticmethod
     def _find(library: str, name: str) -> Any:
         if library == "dure":
-            return getattr(dure, name)
+            return getattr(dure.fsdp if name == "fully_shard" else dure, name)
         if name == "DistributedDataParallel":
             return nn.parallel.DistributedDataParallel
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # lazy: one rival needs it
+        # lazy: one rival needs it
+        if name == "fully_shard":
+            from torch.distributed.fsdp import fully_shard
+
+            return fully_shard
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer
 
