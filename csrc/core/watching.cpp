@@ -11,7 +11,7 @@ namespace dure {
 namespace {
 
 constexpr int64_t kInterruptNs = 100'000'000;
-constexpr int64_t kAnswerNs = 100'000'000;
+constexpr int64_t kAnswerNs = 1'000'000'000;  // a thread of a busy machine may not run for long
 
 const char* describe(char activity) {
     switch (activity) {

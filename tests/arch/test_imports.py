@@ -23,6 +23,7 @@ MAY_IMPORT_TORCH_DISTRIBUTED = {
     PACKAGE / "comm" / "backends" / "torch_engine.py",
     *(PACKAGE / "torch_backend").glob("*.py"),
     PACKAGE / "cli" / "bench" / "rank.py",  # as the rival of a benchmark, and nothing else
+    PACKAGE / "tensor" / "debug.py",  # counts under the names of operators that torch defines there
     *(  # parts of torch that know nothing of process groups, at torch's paths
         PACKAGE / f"{path.replace('.', '/')}.py"
         for path, homes in table()["paths"].items()

@@ -193,9 +193,12 @@ def _rank(slot: Slot, case: Case) -> Seen | None:
         if case.failure in SILENCES:
             dure.group.WORLD.set_timeout(timedelta(seconds=TIMEOUT_S))
         if slot.rank == CULPRIT:
-            return _goes_wrong(case.failure)
+            return _goes_wrong(slot.rank, case.failure)
         if slot.rank > CULPRIT and case.failure == "all absent":
-            return _waits_for_rank_0()
+            return _waits_for_rank_0(slot.rank)
+        if case.failure in ("absent", "all absent"):
+            away = range(CULPRIT, SIZE if case.failure == "all absent" else CULPRIT + 1)
+            dure.group.WORLD.store.wait([f"away/{rank}" for rank in away])
         began = time.monotonic()
         error = _error_of(lambda: call(case, slot.rank))
         took_s = time.monotonic() - began
@@ -210,12 +213,13 @@ def _rank(slot: Slot, case: Case) -> Seen | None:
             del os.environ[name]
 
 
-def _waits_for_rank_0() -> None:
+def _waits_for_rank_0(rank: int) -> None:
     """Stay away until rank 0 has seen it, however long that takes."""
+    dure.group.WORLD.store.set(f"away/{rank}", b"1")
     dure.group.WORLD.store.wait(["over/0"], timedelta(seconds=PATIENCE_S))
 
 
-def _goes_wrong(failure: str) -> None:
+def _goes_wrong(rank: int, failure: str) -> None:
     match failure:
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -228,7 +232,7 @@ def _goes_wrong(failure: str) -> None:
         case "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "absent" | "all absent":
-            _waits_for_rank_0()
+            _waits_for_rank_0(rank)
         case _:
             pass  # it leaves
 
