@@ -16,6 +16,7 @@ import torch
 from dure.errors import PeerLost, RpcError
 from dure.rpc import failures
 from dure.rpc.caller import MADE
+from dure.rpc.calls import CppFuture
 from dure.rpc.codec import Body, Packed
 from dure.rpc.current import here
 from dure.rpc.failures import malformed_message
@@ -33,7 +34,6 @@ __all__ = ["Callee"]
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 _log = logs.logger("rpc")
-_Future = torch.futures.Future.__mro__[1]  # the C++ class, which `then` returns
 
 
 class Callee:
@@ -89,7 +89,7 @@ class Callee:
             result = DeferredResult(result)
         if type(result) is not DeferredResult:
             self._answer(message, result)
-        elif isinstance(result.future, _Future):
+        elif isinstance(result.future, CppFuture):
             self._answer_later(message, result)
         else:
             raise RpcError(

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from dure.native import Ticket
     from dure.rpc.caller import Caller
 
-__all__ = ["CallFuture", "PendingCall", "PendingCalls"]
+__all__ = ["CallFuture", "CppFuture", "PendingCall", "PendingCalls"]
+
+CppFuture: Any = torch.futures.Future.__mro__[1]
+"""The C++ class of torch's futures: `then` returns it, and torch's class only calls its methods."""
 
 
 class PendingCall(msgspec.Struct, eq=False):
@@ -78,15 +81,18 @@ class CallFuture(torch.futures.Future[Any]):
     caller: Caller
     call: PendingCall
 
+    def __init__(self) -> None:
+        CppFuture.__init__(self, [])
+
     def wait(self) -> Any:
         """Wait for the answer, and return the value.
 
         Raises:
             Exception: Raised by the callee, or by the way to it.
         """
-        if not self.done():
+        if not CppFuture.done(self):
             self.caller.wait_until_notified(self.call)
-        return self.value() if self.done() else super().wait()
+        return CppFuture.value(self) if CppFuture.done(self) else super().wait()
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
         """Return a future of what a callback returns for this one; see torch."""
@@ -109,7 +115,7 @@ class CallFuture(torch.futures.Future[Any]):
             value = self.caller.error_maker(call) or partial(_another, error.with_traceback(None))
             self._set_unwrap_func(_raise)
         self.caller.transport.complete(call.ticket)  # the rest of the wait is torch's
-        self.set_result(value)
+        CppFuture.set_result(self, value)
 
 
 class PendingCalls:
