@@ -17,7 +17,7 @@ from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from dure.tensor.placement_types import StridedShard
 from dure.tensor.redistribute import Move, plan_of
 from dure.tensor.spec import TensorMeta, spec_of
-from dure.testing import run_ranks
+from dure.testing import CommRecorder, run_ranks
 from tests.tensor.ranks import dtensor_worlds as worlds
 from tests.tensor.ranks.parts import made, part_of
 from tests.thread_ranks import on_mesh, on_ranks
@@ -113,6 +113,15 @@ def test_redistribute_gives_memory_of_its_own(rank):
     before = whole.clone()
     x.add_(1)
     assert torch.equal(whole, before)
+
+
+@on_mesh(2)
+def test_tensors_without_values_are_reduced_without_a_message(mesh):
+    x = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, [S0])
+    with CommRecorder() as seen:
+        assert torch.linalg.vector_norm(x).to_local().shape == ()
+        assert torch.softmax(x, 0).to_local().shape == (2, 3)
+    assert seen.ops == []
 
 
 # --------------------------------------------------------------------------------------------------

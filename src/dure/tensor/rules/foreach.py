@@ -254,32 +254,52 @@ def _divisor(largest: torch.Tensor) -> torch.Tensor:
 
 def _norms_of_parts(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
     """Return the p-norm of each part, float64 [k], all on one device."""
+    device = parts[0].device
     if p == 0:
         return torch.stack([torch.count_nonzero(part) for part in parts]).double()
-    if parts[0].device.type != "cpu" and not math.isinf(p):  # reading it would make the host wait
-        return torch.stack([_norm_of_part(part, p, is_scaled=True) for part in parts]).double()
-    found = torch.stack([_norm_of_part(part, p) for part in parts]).double()
+    neutral = torch.full((1,), math.inf if p < 0 else 0.0, device=device)
+    parts = [part if part.numel() else neutral for part in parts]
+    if device.type != "cpu" and not math.isinf(p):  # reading a norm would make the host wait
+        return torch.stack([_scaled_norm(part, p) for part in parts]).double()
+    found = _direct_norms(parts, p)
     if math.isinf(p):
         return found
     sums = found**p
     lost = ~((sums >= _LEAST_SUM) & sums.isfinite() | found.isnan())
-    if lost.any():
-        for number in lost.nonzero().flatten().tolist():
-            found[number] = _norm_of_part(parts[number], p, is_scaled=True)
+    numbers: list[int] = lost.nonzero().flatten().tolist()
+    if numbers:
+        scales = _direct_norms([parts[n] for n in numbers], math.inf if p > 0 else -math.inf)
+        for number, scale in zip(numbers, scales.tolist(), strict=True):
+            if 0 < scale < math.inf:  # otherwise it is the norm of zeros, or of infinities
+                found[number] = _scaled_norm(parts[number], p)
     return found
 
 
-def _norm_of_part(part: torch.Tensor, p: float, is_scaled: bool = False) -> torch.Tensor:
-    """Return the p-norm [] of a part; `is_scaled`: divide by its largest element first."""
-    if not part.numel():
-        empty = math.inf if p < 0 else 0.0
-        return torch.full((), empty, dtype=torch.float32, device=part.device)
-    narrow = part.dtype in (torch.float16, torch.bfloat16)
-    if not is_scaled:
-        return torch.linalg.vector_norm(part, p, dtype=torch.float32 if narrow else None)
-    part = part.float() if narrow else part
+_NARROW = (torch.float16, torch.bfloat16)
+"""Dtypes whose norms are computed in float32."""
+
+
+def _direct_norms(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
+    """Return norms by sums of powers, float64 [k], computed by one call for all parts."""
+    found = torch.empty(len(parts), dtype=torch.float64, device=parts[0].device)
+    for is_narrow in (False, True):
+        numbers = [n for n, part in enumerate(parts) if (part.dtype in _NARROW) is is_narrow]
+        if numbers:
+            some, dtype = [parts[n] for n in numbers], torch.float32 if is_narrow else None
+            found[numbers] = torch.stack(torch._foreach_norm(some, p, dtype)).double()  # pyright: ignore
+    return found
+
+
+def _scaled_norm(part: torch.Tensor, p: float) -> torch.Tensor:
+    """Return the p-norm [] of a part, which is divided by its largest element first."""
+    part = part.float() if part.dtype in _NARROW else part
     scale = _divisor(torch.linalg.vector_norm(part, math.inf if p > 0 else -math.inf))
     return torch.linalg.vector_norm(part / scale, p).double() * scale
+
+
+def _divided(spec: DTensorSpec) -> tuple[DeviceMesh, tuple[int, ...], bool]:
+    """Return the mesh, the axes that divide the tensor, and whether this rank has a part."""
+    return *_cut_axes(spec), spec.coordinate is not None
 
 
 def _cut_axes(spec: DTensorSpec) -> tuple[DeviceMesh, tuple[int, ...]]:
@@ -320,15 +340,19 @@ def norms_by_mesh(tensors: Sequence[torch.Tensor], p: float, in_total: bool) -> 
         tensor, or of 8 bytes if `in_total`.
     """
     groups: dict[Any, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    members_of: dict[Any, list[tuple[int, torch.Tensor]]] = {}  # the groups, by spec and device
     for number, tensor in enumerate(tensors):
-        if type(tensor) is not DTensor:
-            groups[(None, (), True), tensor.device].append((number, tensor))
-            continue
-        check_copy("norm", tensor)
-        spec = tensor.spec.without_partial()
-        part = redistribute(tensor.part, tensor.spec, spec)
-        inside = spec.coordinate is not None
-        groups[(*_cut_axes(spec), inside), part.device].append((number, part))
+        spec, part = None, tensor
+        if type(tensor) is DTensor:
+            check_copy("norm", tensor)
+            spec, part = tensor.spec, tensor.part
+            if spec.partial:
+                part = redistribute(part, spec, spec.without_partial())
+        members = members_of.get((spec, part.device))
+        if members is None:
+            key = (None, (), True) if spec is None else _divided(spec.without_partial())
+            members = members_of[spec, part.device] = groups[key, part.device]
+        members.append((number, part))
     found: list[Norms] = []
     for ((mesh, axes, inside), _), members in groups.items():
         numbers, parts = map(list, zip(*members, strict=True))
@@ -351,14 +375,13 @@ def norms_of(
     found: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(tensors)
     for norms in norms_by_mesh(tensors, p, in_total=False):
         mesh = norms.mesh
-        for number, part, norm in zip(
-            norms.numbers, norms.parts, norms.values.unbind(), strict=True
-        ):
-            kind = dtype or part.dtype
-            norm = norm.to(kind.to_real() if kind.is_complex else kind)  # noqa: PLW2901
-            if mesh is not None:
-                norm = wrap(norm, spec_of(mesh, (R,) * mesh.ndim, TensorMeta.of(norm)))  # noqa: PLW2901
-            found[number] = norm
+        kinds = [dtype or part.dtype for part in norms.parts]
+        for kind in set(kinds):
+            rounded = norms.values.to(kind.to_real()).unbind()
+            spec = mesh and spec_of(mesh, (R,) * mesh.ndim, TensorMeta.of(rounded[0]))
+            for number, own, norm in zip(norms.numbers, kinds, rounded, strict=True):
+                if own is kind:
+                    found[number] = norm if spec is None else wrap(norm, spec)
     return found
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from dure.comm.ops import ReduceOp
 from dure.errors import NotInGroupError
 from dure.tensor.call import SUM, AxisStrategy, Op, OpCall, R
 from dure.tensor.dispatch import special
 from dure.tensor.placement_types import Partial, Placement, Shard
-from dure.tensor.redistribute import parts_along, redistribute
+from dure.tensor.redistribute import all_reduce_of, parts_along, redistribute
 from dure.tensor.registry import by_value, rule, zeros_where_empty
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
@@ -201,14 +202,12 @@ def _norm_local(call: OpCall) -> Callable[..., Any] | None:
     ]
     if not axes:
         return None
-    terms = [SUM if axis in axes else p for axis, p in enumerate(result.placements)]
-    after = result.with_dtype(torch.float64)
-    before = after.with_placements(terms)
 
     def norm(*args: Any, **kwargs: Any) -> torch.Tensor:
         part = own(*args, **kwargs)
-        powers = redistribute(part.double().pow(order), before, after)
-        return powers.pow(1 / order).to(part.dtype)
+        powers = part.double().pow_(order)
+        all_reduce_of(result, axes, powers, ReduceOp.SUM)
+        return powers.pow_(1 / order).to(part.dtype)
 
     return norm
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from dure.tensor import (
     init_device_mesh,
 )
 from dure.tensor.rules.foreach import norm_of_norms, norms_by_mesh, norms_of
+from dure.testing import CommRecorder
 from tests.tensor.ranks.parts import made
 from tests.thread_ranks import on_mesh, on_ranks
 
@@ -81,6 +83,28 @@ def test_norms_of_dtensors_and_plain_ones(rank: int, p: float) -> None:
     torch.testing.assert_close(total.float(), torch.linalg.vector_norm(flat, p))
     norms = torch._foreach_norm([tensors[0], tensors[3]], p)
     torch.testing.assert_close(norms[0].full_tensor(), torch.linalg.vector_norm(WEIGHT, p))
+
+
+@pytest.mark.parametrize("full", [WEIGHT, torch.zeros(6, 4)], ids=["numbers", "zeros"])
+@on_mesh(2)
+def test_norms_of_many_tensors_are_exchanged_at_once_with_few_calls_for_each(
+    mesh: DeviceMesh, full: torch.Tensor
+) -> None:
+    def calls(count: int) -> int:
+        """Count the calls of Python and C functions for the norms of `count` tensors."""
+        kinds = (torch.float32, torch.bfloat16)
+        tensors = [placed(full.to(kinds[i % 2]), mesh, Shard(0)) for i in range(count)]
+        seen: list[str] = []
+        with CommRecorder() as recorder:
+            sys.setprofile(lambda frame, event, arg: seen.append(event))
+            norms = torch._foreach_norm(tensors)
+            sys.setprofile(None)
+        assert recorder.ops == ["all_gather_single"]
+        assert [norm.dtype for norm in norms] == [tensor.dtype for tensor in tensors]
+        return sum(event in ("call", "c_call") for event in seen)
+
+    calls(1)  # makes what later ones use
+    assert calls(200) - calls(100) < 100 * 10
 
 
 @on_mesh(4)
