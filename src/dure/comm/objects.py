@@ -8,6 +8,7 @@ Cost: one small collective for the lengths and one for the bytes; use tensors in
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +23,12 @@ Device = torch.device | str
 
 
 def _pack(obj: object, device: Device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(device)
+    return _pack_all([obj], device)[1]
 
 
 def _unpack(data: torch.Tensor, place: Any = None) -> Any:
     """Return the object; if nothing was sent (the backend `fake`), the one in its place."""
-    return pickle.loads(data.cpu().numpy().tobytes()) if data.numel() else place
+    return pickle.loads(data.cpu().numpy()) if data.numel() else place
 
 
 def _unpack_all(data: torch.Tensor, lengths: list[int], places: list[Any]) -> None:
@@ -35,11 +36,17 @@ def _unpack_all(data: torch.Tensor, lengths: list[int], places: list[Any]) -> No
     places[:] = [_unpack(p, old) for p, old in zip(data.split(lengths), places, strict=True)]
 
 
-def _pack_all(objects: list[Any], device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lengths of the pickles, and their bytes in one tensor."""
-    packed = [_pack(o, device) for o in objects]
-    sizes = torch.tensor([p.numel() for p in packed], dtype=torch.int64, device=device)
-    return sizes, torch.cat([_empty(0, device), *packed])
+def _pack_all(objects: Sequence[object], device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lengths of the pickles, and their bytes in one tensor.
+
+    On the CPU the tensor shares the memory of the pickles.
+    """
+    file, ends = io.BytesIO(), [0]
+    for obj in objects:
+        pickle.dump(obj, file)
+        ends.append(file.getbuffer().nbytes)
+    data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8) if ends[-1] else _empty(0, device)
+    return torch.tensor(ends, device=device).diff(), data.to(device)
 
 
 def _empty(count: int, device: Device) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Python objects as messages."""
 
+import tracemalloc
+
 import pytest
 import torch
 
@@ -36,3 +38,20 @@ def test_objects_and_sparse_tensors_are_refused_within_a_coalescing_manager(rank
     t = torch.eye(3).to_sparse()
     dist.all_reduce(t)
     assert torch.equal(t.to_dense(), 2 * torch.eye(3))
+
+
+@on_ranks(1)
+def test_a_large_object_is_in_memory_as_its_pickle_and_as_what_arrives(rank):
+    """The collective's own buffer is torch's, which is not counted here."""
+    payload, places = b"x" * (1 << 20), [None]
+    for collect in (
+        lambda: dist.all_gather_object(places, payload),
+        lambda: dist.gather_object(payload, places),
+    ):
+        tracemalloc.start()
+        collect()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert places == [payload]
+        places[0] = None
+        assert peak < 2.5 * len(payload)
