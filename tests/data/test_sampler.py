@@ -1,5 +1,7 @@
 """DistributedSampler: torch's order, and where it goes on; `test_loader_resumed` counts samples."""
 
+import tracemalloc
+
 import pytest
 import torch
 from hypothesis import given
@@ -29,6 +31,18 @@ def test_sampler_gives_the_order_of_torch(length, ranks, shuffle, drop_last, see
         assert list(ours) == list(theirs)
         assert len(ours) == len(theirs)
         assert (ours.num_samples, ours.total_size) == (theirs.num_samples, theirs.total_size)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_rank_holds_its_share_of_the_order_only(shuffle):
+    """The permutation itself is torch's memory, which is not counted here."""
+    sampler = DistributedSampler(range(100_000), 100, 3, shuffle=shuffle)
+    tracemalloc.start()
+    seen = list(sampler)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seen == list(TorchSampler(range(100_000), 100, 3, shuffle=shuffle))
+    assert peak < 100 * 1000  # bytes: 1,000 numbers in two lists; all 100,000 take 3.6 MB
 
 
 def test_sampler_resumes_only_the_first_pass():

@@ -19,10 +19,9 @@ Order, padding and cutting are those of torch.utils.data.DistributedSampler for 
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -107,8 +106,8 @@ class DistributedSampler(Sampler[int]):
         UsageError: `num_replicas` is not positive, or `rank` is not within it; no axis of the mesh
             is known to be one of data.
 
-    Cost: no communication; each rank holds the complete order, 8 bytes per sample and more in
-        Python.
+    Cost: no communication. With `shuffle` each rank makes the complete order, 8 bytes per sample,
+        at the start of an epoch, and holds a list of its share.
     """
 
     def __init__(
@@ -269,22 +268,22 @@ class DistributedSampler(Sampler[int]):
         rank = self.rank if rank is None else rank
         return max(0, -(-(left - rank) // self.num_replicas))
 
-    def _order(self) -> list[int]:
-        """Return the epoch's order of all samples."""
+    def _samples_at(self, places: range) -> Iterable[int]:
+        """Return the samples at some places of the epoch's order, which repeats itself."""
         count = len(self.dataset)
         if not self.shuffle:
-            return list(range(count))
+            is_padded = bool(places) and places[-1] >= count
+            return (place % count for place in places) if is_padded else places
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return cast(list[int], torch.randperm(count, generator=generator, device="cpu").tolist())  # pyright: ignore[reportUnknownMemberType]
+        order = torch.randperm(count, generator=generator, device="cpu")
+        own = torch.arange(places.start, places.stop, places.step, device="cpu") % max(count, 1)
+        return cast(list[int], order[own].tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def _walk(self, walk: _SamplerPass) -> Iterator[int]:
         """Yield this rank's places of the order from ``walk.start`` on, counting them."""
-        order, share = self._order(), self.share(walk.start)
         first = walk.start + self.rank
-        padded = itertools.chain(order, itertools.cycle(order))
-        for index in itertools.islice(
-            padded, first, first + share * self.num_replicas, self.num_replicas
-        ):
+        last = first + self.share(walk.start) * self.num_replicas
+        for index in self._samples_at(range(first, last, self.num_replicas)):
             if walk.replaced:
                 raise moved(walk.replaced)
             walk.taken += 1
