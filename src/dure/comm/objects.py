@@ -28,7 +28,7 @@ def _pack(obj: object, device: Device) -> torch.Tensor:
 
 def _unpack(data: torch.Tensor, place: Any = None) -> Any:
     """Return the object; if nothing was sent (the backend `fake`), the one in its place."""
-    return pickle.loads(data.cpu().numpy()) if data.numel() else place
+    return pickle.loads(data.cpu().numpy().data) if data.numel() else place
 
 
 def _unpack_all(data: torch.Tensor, lengths: list[int], places: list[Any]) -> None:
