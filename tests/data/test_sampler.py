@@ -1,6 +1,7 @@
 """DistributedSampler: torch's order, and where it goes on; `test_loader_resumed` counts samples."""
 
 import tracemalloc
+from typing import Any
 
 import pytest
 import torch
@@ -36,12 +37,13 @@ def test_sampler_gives_the_order_of_torch(length, ranks, shuffle, drop_last, see
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_rank_holds_its_share_of_the_order_only(shuffle):
     """The permutation itself is torch's memory, which is not counted here."""
-    sampler = DistributedSampler(range(100_000), 100, 3, shuffle=shuffle)
+    samples: Any = range(100_000)
+    sampler = DistributedSampler(samples, 100, 3, shuffle=shuffle)
     tracemalloc.start()
     seen = list(sampler)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seen == list(TorchSampler(range(100_000), 100, 3, shuffle=shuffle))
+    assert seen == list(TorchSampler(samples, 100, 3, shuffle=shuffle))
     assert peak < 100 * 1000  # bytes: 1,000 numbers in two lists; all 100,000 take 3.6 MB
 
 

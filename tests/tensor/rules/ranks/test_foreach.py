@@ -93,7 +93,7 @@ def test_norms_of_many_tensors_are_exchanged_at_once_with_few_calls_for_each(
     def calls(count: int) -> int:
         """Count the calls of Python and C functions for the norms of `count` tensors."""
         kinds = (torch.float32, torch.bfloat16)
-        tensors = [placed(full.to(kinds[i % 2]), mesh, Shard(0)) for i in range(count)]
+        tensors: list[Any] = [placed(full.to(kinds[i % 2]), mesh, Shard(0)) for i in range(count)]
         seen: list[str] = []
         with CommRecorder() as recorder:
             sys.setprofile(lambda frame, event, arg: seen.append(event))
