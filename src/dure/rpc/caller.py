@@ -45,7 +45,7 @@ MADE = 2
 """Of reports that a MAKE call has succeeded."""
 
 _SOON_S = 0.001
-"""How long a future may be without the answer that has arrived, if no thread waits for it."""
+"""How long a future may stay incomplete after its answer has arrived, if no thread waits for it."""
 
 UNSET = -1.0
 """A timeout that is not given: the default applies. 0 means none."""
@@ -317,10 +317,10 @@ class Caller:
         self._notification(call)()
 
     def complete_soon(self) -> None:
-        """Have `uncompleted` completed, where the program does not wait for them before that.
+        """Complete the `uncompleted` futures soon, unless the program waits for them before that.
 
-        A thread that waits for one future receives the answers to others. To hand each to another
-        thread takes longer than the program needs until it waits for that one, too.
+        A thread that waits for one future receives the answers to others. Waking another thread for
+        each answer would take longer than the program needs to reach its next wait.
         """
         if not self._completes_soon:
             self._completes_soon = True
