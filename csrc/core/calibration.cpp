@@ -24,10 +24,6 @@ constexpr float kFavour = 0.8F;
 constexpr float kFarthestUs = 2;  // a line that takes longer was kept from its core
 
 constexpr uint64_t kLeastBytes = 8 * 1024;
-// The trials fit into a core's own cache. What does not is staged through memory, so that from here
-// on a single copy wins unless it was far worse in the trials.
-constexpr uint64_t kBeyondCache = uint64_t{4} << 20;
-constexpr float kFarWorse = 1.5F;
 
 class Side {
   public:
@@ -148,17 +144,15 @@ CopyTimes times(float factor, const CopyTimes& t) {
     return {factor * t.short_us, factor * t.long_us};
 }
 
-// From how many bytes on `single` is quicker than `staged`, where it pays `more_us` besides;
-// `beyond` where it is not, but not far from it.
-uint64_t crossing(const CopyTimes& staged, CopyTimes single, float more_us, uint64_t beyond) {
+// From how many bytes on `single` is quicker than `staged`, where it pays `more_us` besides.
+uint64_t crossing(const CopyTimes& staged, CopyTimes single, float more_us) {
     const float at_short = single.short_us + more_us - staged.short_us;
     const float at_long = single.long_us + more_us - staged.long_us;
-    if (at_long >= 0)
-        return single.long_us < kFarWorse * staged.long_us ? beyond : kNeverCopiedOnce;
+    if (at_long >= 0) return kNeverCopiedOnce;
     const float slope = (at_long - at_short) / static_cast<float>(kLongTrial - kShortTrial);
     const float from = static_cast<float>(kShortTrial) - (slope < 0 ? at_short / slope : 0);
     if (!(from > static_cast<float>(kLeastBytes))) return kLeastBytes;
-    return std::min(static_cast<uint64_t>(from), kBeyondCache);
+    return static_cast<uint64_t>(from);
 }
 
 }  // namespace
@@ -185,22 +179,21 @@ void choose_copies(CopyPlan& plan, int64_t asked, int num_ranks) {
     if (!plan.permitted || asked == kNoSingleCopies) return;
     if (asked >= 0) {
         plan.message_bytes = plan.shared_bytes = plan.block_bytes = static_cast<uint64_t>(asked);
-    } else if (!plan.measured) {
-        // Nothing is known, as on a busy machine. Staging where a single copy is faster takes up to
-        // 2 times as long, a single copy where staging is faster up to 5 times.
-        plan.block_bytes = kBeyondCache;
-    } else {
-        const auto n = static_cast<float>(num_ranks);
-        // A message copied once is announced, taken, and known to be taken.
-        plan.message_bytes = crossing(plan.staged_message, plan.single_message,
-                                      kOfferUs + 2 * plan.line_us, kBeyondCache);
-        plan.block_bytes = crossing(plan.staged_exchange, times(kFavour, plan.single_exchange),
-                                    kBarrierUs, kBeyondCache);
-        plan.shared_bytes = num_ranks == 2 ? plan.block_bytes
-                                           : crossing(plan.staged_exchange,
-                                                      times(2 * (n - 1) / n, plan.single_exchange),
-                                                      kBarrierUs, kNeverCopiedOnce);
+        return;
     }
+    // Without a measurement, as on a busy machine, all is staged: where a single copy is quicker
+    // that takes up to 2 times as long, but a single copy where staging is quicker up to 5 times.
+    if (!plan.measured) return;
+    const auto n = static_cast<float>(num_ranks);
+    // A message copied once is announced, taken, and known to be taken.
+    plan.message_bytes =
+        crossing(plan.staged_message, plan.single_message, kOfferUs + 2 * plan.line_us);
+    plan.block_bytes =
+        crossing(plan.staged_exchange, times(kFavour, plan.single_exchange), kBarrierUs);
+    plan.shared_bytes =
+        num_ranks == 2 ? plan.block_bytes
+                       : crossing(plan.staged_exchange,
+                                  times(2 * (n - 1) / n, plan.single_exchange), kBarrierUs);
 }
 
 }  // namespace dure
