@@ -20,9 +20,10 @@ import torch
 
 from dure.errors import PeerLost
 from dure.rpc.allow import Allowed
+from dure.rpc.autograd.backward import TOPIC as GRADIENTS
 from dure.rpc.autograd.backward import Contexts
 from dure.rpc.callee import Callee
-from dure.rpc.caller import Caller
+from dure.rpc.caller import MADE, Caller
 from dure.rpc.codec import Packed
 from dure.rpc.directory import Directory, Peer
 from dure.rpc.message import (
@@ -41,6 +42,7 @@ from dure.rpc.recording import Recorder
 from dure.rpc.references import RefId
 from dure.rpc.termination import Gatherings
 from dure.rpc.timers import Timers
+from dure.rpc.values import TOPIC as REFERENCES
 from dure.rpc.values import Value, Values
 
 if TYPE_CHECKING:
@@ -122,7 +124,7 @@ class RpcAgent:
         self.callee = Callee(self)
         self.gatherings = Gatherings(self)
         self.gradients = Contexts(me, self)
-        self._topics = self.values.hear, self.gradients.receive, self.caller.made
+        self._topics = {GRADIENTS: self.gradients.receive, MADE: self.caller.made}
 
     def start(self) -> None:
         """Start to receive."""
@@ -196,7 +198,11 @@ class RpcAgent:
         message, sender = received.message, received.message.sender
         with self.step(except_for=sender if called else -1):
             for body in self.directory.receive(sender, message.link):
-                self.todo.append(partial(self._topics[body[0]], sender, body[1:]))
+                topic, report = body[0], body[1:]
+                if topic == REFERENCES:  # in this order, and before the references of the body
+                    self.values.hear(sender, report)
+                else:
+                    self.todo.append(partial(self._topics[topic], sender, report))
             rows = message.body.references
             received.references = [self.values.take(row, sender) for row in rows]
             if message.kind == MessageType.MAKE:
@@ -248,7 +254,7 @@ class RpcAgent:
 
         Args:
             to: The receiver; if it is gone, nothing is sent.
-            topic: Index of the function that handles it (`_topics`).
+            topic: What it is about: `REFERENCES`, `GRADIENTS` or `MADE`.
             body: The report.
             hurry: Whether it is sent at once, or with the next message or a little later.
         """

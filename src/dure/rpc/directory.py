@@ -175,9 +175,15 @@ class Directory:
         """Return the reports that can be delivered now, in order."""
         peer = self.get(sender)
         due: list[bytes] = []
-        if peer is not None:
-            peer.early.update({message.number: message.body for message in messages})
-            while peer.received + 1 in peer.early:
+        if peer is None:
+            return due
+        for message in messages:
+            if message.number != peer.received + 1:
+                peer.early[message.number] = message.body
+                continue
+            peer.received += 1
+            due.append(message.body)
+            while peer.early and peer.received + 1 in peer.early:
                 peer.received += 1
                 due.append(peer.early.pop(peer.received))
         return due

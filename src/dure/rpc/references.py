@@ -38,8 +38,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -68,6 +68,8 @@ Token = tuple[int, int]
 
 SEQUENCE_BITS = 24
 """The low bits of a number count; the others are random."""
+
+_RANDOM_PARTS = 64
 
 _KEPT = 10_000
 """How many freed values an owner remembers, for references that arrive late."""
@@ -112,23 +114,20 @@ Message = Hold | Held | Drop | ValueGone | TokenAccepted
 # --- actions --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message reliably and in order, as long as `to` lives."""
 
     to: int
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(msgspec.Struct, frozen=True):
     """No process holds this value anymore: free it."""
 
     ref: RefId
 
 
-@dataclass(frozen=True, slots=True)
-class ReferenceLost:
+class ReferenceLost(msgspec.Struct, frozen=True):
     """The value of this reference is gone: its owner died, or never made it."""
 
     ref: RefId
@@ -140,23 +139,21 @@ Action = Send | Freed | ReferenceLost
 # --- the state ------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _ReferenceState:
+class _ReferenceState(msgspec.Struct, eq=False):
     """A reference that this process has, or whose value it keeps for others."""
 
     owner: int
     local: int = 0  # objects, and messages read but not unpacked, that refer to it here
-    tokens: set[Token] = field(default_factory=set[Token])  # of messages to others
+    tokens: set[Token] = set()  # of messages to others (a struct copies the default)
     held: bool = True  # whether the owner has confirmed the hold, or is this process
-    waiting: list[tuple[int, Token]] = field(default_factory=list[tuple[int, Token]])
+    waiting: list[tuple[int, Token]] = []
     """Processes that sent it here, and wait for this process's own hold."""
     # If this process is the owner:
     made: bool = True  # False while the call that makes it has not arrived
-    holders: set[int] = field(default_factory=set[int])  # other processes
+    holders: set[int] = set()  # other processes
 
 
-@dataclass(slots=True)
-class _SentToken:
+class _SentToken(msgspec.Struct, eq=False):
     """A reference under way."""
 
     ref: RefId
@@ -165,8 +162,18 @@ class _SentToken:
 
 
 def _unguessable_numbers() -> Callable[[], int]:
-    sequence = itertools.count(1)
-    return lambda: secrets.randbits(39) << SEQUENCE_BITS | next(sequence) % (1 << SEQUENCE_BITS)
+    """Return a function that returns numbers; it asks the system for many random parts at once.
+
+    A finalizer may call the function while it runs.
+    """
+    sequence, parts = itertools.count(1), list[int]()
+
+    def number() -> int:
+        if not parts:
+            parts.extend(array("Q", secrets.token_bytes(8 * _RANDOM_PARTS)))
+        return (parts.pop() >> 25) << SEQUENCE_BITS | next(sequence) % (1 << SEQUENCE_BITS)
+
+    return number
 
 
 class References:

@@ -257,11 +257,14 @@ class RRef(Generic[T]):
 
     def _check(self, what: str) -> None:
         """Raise an error if the value is lost."""
+        outcome = self._call.outcome if self._call is not None else None
+        made = not isinstance(outcome, Exception)
+        if made and self._known and self._agent.values.is_usable(self._ref):
+            return
         if self._agent.closed:
             raise RpcError(f"Cannot call {what} after deletion", seen=repr(self))
         if (lost := self._agent.lost(self._owner)) is not None:
             raise lost
-        outcome = self._call.outcome if self._call is not None else None
         if isinstance(outcome, PeerLost):  # of a worker that the directory has not removed yet
             raise outcome.with_traceback(None)  # or it would grow with each call
         if isinstance(outcome, Exception):

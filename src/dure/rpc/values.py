@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -39,8 +38,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(references.Message)
 
 
-@dataclass(slots=True, eq=False)
-class Value:
+class Value(msgspec.Struct, eq=False):
     """A value that was made, or will be.
 
     Attributes:
@@ -50,7 +48,7 @@ class Value:
     done: bool = False
     value: Any = None
     failure: bytes = b""
-    watchers: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    watchers: list[Callable[[], None]] = []  # a struct copies the default
 
 
 class Values:
@@ -133,6 +131,10 @@ class Values:
         """Whether the owner knows that this process holds a reference."""
         with self._lock:
             return self._references.is_held(ref)
+
+    def is_usable(self, ref: RefId) -> bool:
+        """Whether RPC has not ended, and the value of a reference is not known to be lost."""
+        return not self._agent.calls.closed and self._references.has(ref)
 
     def why_lost(self, ref: RefId, owner: int) -> Exception | None:
         """Return why the value of a reference is lost; None if it is not."""
