@@ -3,9 +3,10 @@
 No other module uses `os.environ` (a test checks it). A variable is declared once, with its meaning;
 `dure env`, the reference and error messages show it.
 
-Two files are exempt, `launch/ranks/child.py` and `launch/ranks/forking.py`: they start a rank
-without an import of Dure, because programs that do not use Dure must not load it. The variables
-that they read are declared here as well, which the same test checks.
+Three files are exempt. `launch/ranks/child.py` and `launch/ranks/forking.py` start a rank without
+an import of Dure, because programs that do not use Dure must not load it; nor must ``import torch``
+load more of it than `torch_backend/__init__.py`. The variables that they read are declared here as
+well, which the same test checks.
 
 Internal: names here may change in any release.
 """
@@ -134,6 +135,16 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(name="DURE_BACKEND", meaning="the default backend, for programs that name none"),
         Variable(
+            name="DURE_STAND_IN",
+            meaning="gloo: in stock torch, groups of the backend gloo are Dure's; `dure run "
+            "--stand-in-gloo` sets it",
+            example="gloo",
+        ),
+        Variable(
+            name="DURE_STAND_IN_QUIET",
+            meaning="1: rank 0 does not report that Dure replaces gloo",
+        ),
+        Variable(
             name="DURE_HOST_ID",
             meaning="processes with different values count as being on different hosts",
             example="node-a",
@@ -249,6 +260,7 @@ _FLAGS = (
     "DURE_CORE_MIGRATION",
     "DURE_ELASTIC",
     "DURE_INSECURE",
+    "DURE_STAND_IN_QUIET",
     "DURE_STORE_BIND_ANY",
     "DURE_VERIFY",
 )

@@ -30,7 +30,9 @@ MAY_IMPORT_TORCH_DISTRIBUTED = {
         if any(home.startswith("torch.") for home in homes)
     ),
 }
-IMPORT_NOTHING_OF_DURE = {PACKAGE / "launch" / "ranks" / n for n in ("forking.py", "child.py")}
+IMPORT_NOTHING_OF_DURE = {PACKAGE / "launch" / "ranks" / n for n in ("forking.py", "child.py")} | {
+    PACKAGE / "torch_backend" / "__init__.py"  # `import torch` imports it in every program
+}
 """They begin a rank, and put the environment of a forked one in place."""
 REASON = re.compile(r"#\s*lazy: \S")
 FOREIGN_HEADER = re.compile(r'#\s*include\s*[<"](Python\.h|nanobind/|torch/|ATen/|c10/|pybind11/)')

@@ -147,6 +147,7 @@ class JobSpec:
         stderr_filters: The same for standard error.
         malloc_defaults: Leave the C library's thresholds as they are, and do not have it keep the
             memory that a training step frees (`launch.ranks.environment`).
+        stand_in: "gloo": in stock torch, Dure replaces Gloo (`dure.torch_backend.stand_in`).
         numa: How ranks are bound to cores: node, socket, exclusive or core-complex; None: not.
         virtual_local_rank: Each rank sees one GPU, as its device 0, and has LOCAL_RANK 0.
         signals: Signals to the launcher that end the job.
@@ -204,6 +205,7 @@ class JobSpec:
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
     malloc_defaults: bool = False
+    stand_in: Literal["gloo"] | None = None
     numa: Numa | None = None
     virtual_local_rank: bool = False
     signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

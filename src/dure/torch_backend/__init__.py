@@ -8,14 +8,16 @@ with the first group. A broken installation then fails in programs that ask for 
 
 The parts: `create` and `engine` choose Dure's backend and build a group; `group.TorchGroup` is the
 object that torch.distributed uses, with properties in `identity` and operations in `reductions`,
-`moves` and `messages`; `work` is a pending operation; `store` adapts torch's store.
+`moves` and `messages`; `work` is a pending operation; `store` adapts torch's store. `standing_in`
+replaces Gloo for programs that know no other name.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-__all__ = ["NAME", "autoload", "make_default", "register"]
+__all__ = ["NAME", "autoload", "make_default", "register", "stand_in"]
 
 NAME = "dure"
 """The backend's name, for `init_process_group`."""
@@ -41,9 +43,15 @@ def register() -> None:
 def autoload() -> None:
     """Register "dure"; torch calls this by the entry point `torch.backends`.
 
-    If a program imports this module before torch, torch calls this during `register`.
+    If DURE_STAND_IN is set, Dure replaces the backend that it names (see `stand_in`). If a
+    program imports this module before torch, torch calls this during `register`.
     """
     register()
+    # Read here and not by dure.env, which `import torch` would pay for in every program.
+    if os.environ.get("DURE_STAND_IN"):
+        from dure.torch_backend import standing_in  # lazy: most programs do not need it
+
+        standing_in.install_from_environment()
 
 
 def make_default() -> None:
@@ -57,6 +65,41 @@ def make_default() -> None:
     torch_dist.Backend.default_device_backend_map["cpu"] = NAME
 
 
+def stand_in(name: str, *, announce: bool = True) -> None:
+    """Replace the backend `name` of stock torch in this process and in those that it starts.
+
+    For programs and libraries that accept only backends whose names they know: groups of Gloo are
+    groups of Dure from now on, and `dist.get_backend()` returns "gloo". Rank 0 prints a line when
+    it makes its first group. Groups of several backends ("cpu:gloo,cuda:nccl") keep torch's Gloo;
+    torch's Gloo alone is the backend "torch_gloo".
+
+    The environment variable DURE_STAND_IN, or `dure run --stand-in-gloo`, does the same without a
+    change to the program.
+
+    Args:
+        name: "gloo".
+        announce: Whether rank 0 prints the line.
+
+    Raises:
+        UsageError: Dure does not replace that backend, or not in this version of torch.
+
+    Example:
+        ```python
+        import torch.distributed as dist
+        import dure.torch_backend
+
+        dure.torch_backend.stand_in("gloo")
+        dist.init_process_group("gloo")  # Dure's engine
+        ```
+    """
+    from dure import env  # lazy: `import torch` must not pay for it
+    from dure.torch_backend import standing_in  # lazy: the same
+
+    standing_in.install(name, announce=announce)
+    env.put("DURE_STAND_IN", name)
+    env.put("DURE_STAND_IN_QUIET", None if announce else "1")
+
+
 def _create(options: Any, backend_options: object = None) -> Any:
     """Make this rank's side of a group; torch calls this (`extended_api`)."""
     from dure.torch_backend.create import create  # lazy: `import torch` must not pay for it
@@ -64,4 +107,4 @@ def _create(options: Any, backend_options: object = None) -> Any:
     return create(options, backend_options)
 
 
-register()
+autoload()

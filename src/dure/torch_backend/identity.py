@@ -22,6 +22,7 @@ from dure.comm.monitored import monitored_barrier
 from dure.comm.recording import end_recording
 from dure.comm.work import Work, combine
 from dure.errors import DeviceError
+from dure.torch_backend import NAME
 from dure.torch_backend.calls import Mode
 from dure.torch_backend.work import CompletedWork, TorchWork, UnwaitedWorks
 
@@ -112,7 +113,11 @@ class TorchGroupBase(Base):
         """Return the backend's name."""
         return self._backend_name
 
-    _get_backend_name = getBackendName = name
+    _get_backend_name = name
+
+    def getBackendName(self) -> str:
+        """Return "dure": C++ takes a group called "gloo" for its own class."""
+        return NAME
 
     @property
     def group_name(self) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dure import env
 from dure.launch import Crash, Exit, JobSpec
-from dure.launch.ranks.environment import malloc_variables
+from dure.launch.ranks.environment import early_variables
 from dure.launch.ranks.processes import adopting_orphans
 from dure.launch.ranks.report import ReportReader
 from dure.launch.ranks.spawn import RankProcess, start_rank
@@ -42,7 +42,7 @@ class Stage:
         told: dict[str, str | None] = {"DURE_LAUNCHER": "a-job", "PYTHONUNBUFFERED": "1"}
         told |= {"RANK": "0", "WORLD_SIZE": "1", "DURE_JOB_KEY_FD": str(self._key)}
         return (
-            env.child_environment(told | malloc_variables(self.spec) | dict(self.spec.env)) | more
+            env.child_environment(told | early_variables(self.spec) | dict(self.spec.env)) | more
         )
 
     def start(self, *, forked: bool = True, **more: str) -> RankProcess:

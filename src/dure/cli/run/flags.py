@@ -236,6 +236,12 @@ _add(
     dest="zygote",
     const="never",
 )
+_add(
+    "--stand-in-gloo",
+    "In stock torch, groups of gloo are Dure's, for libraries that know no other name.",
+    dest="stand_in",
+    const="gloo",
+)
 _add("--preload MODULE,...", "Import these once for all ranks, like torch.", values.words)
 
 _parser.start_group("Access")

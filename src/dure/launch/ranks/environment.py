@@ -18,7 +18,7 @@ from dure.errors import UsageError
 from dure.launch.ranks.errorfiles import error_file
 from dure.launch.spec import JobSpec
 
-__all__ = ["JobAddress", "Round", "malloc_variables", "rank_variables"]
+__all__ = ["JobAddress", "Round", "early_variables", "rank_variables"]
 
 MASTER_ADDR = "127.0.0.1"
 
@@ -163,10 +163,16 @@ def rank_variables(
         variables["OMP_NUM_THREADS"] = str(threads)
     if spec.virtual_local_rank:
         variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _own_gpu(local_rank)}
-    return variables | malloc_variables(spec) | dict(spec.env)
+    return variables | early_variables(spec) | dict(spec.env)
 
 
-def malloc_variables(spec: JobSpec) -> dict[str, str | None]:
+def early_variables(spec: JobSpec) -> dict[str, str | None]:
+    """Return what must be set before torch is imported, in ranks and in the zygote."""
+    stand_in = {} if spec.stand_in is None else {"DURE_STAND_IN": spec.stand_in}
+    return _malloc_variables(spec) | stand_in
+
+
+def _malloc_variables(spec: JobSpec) -> dict[str, str | None]:
     """Return what has glibc keep freed memory; nothing where the user has chosen otherwise."""
     chosen = {n for n in _THRESHOLDS if n in spec.env or env.raw(n) is not None}
     tunables = spec.env.get("GLIBC_TUNABLES", env.raw("GLIBC_TUNABLES")) or ""

@@ -38,7 +38,7 @@ _TORCH = re.compile(r"(?m)^[ \t]*(?:import|from)[ \t]+(?:.*,[ \t]*)?torch\b")
 _OPTIMIZERS = re.compile(r"\btorch\.optim\b|\bfrom\s+torch\s+import\b.*\boptim\b")
 _VARIABLE = re.compile(
     r"\b(?:OMP|KMP|GOMP|MKL|ONEDNN|DNNL|OPENBLAS|NUMEXPR|LD|MALLOC"
-    r"|PYTORCH|TORCH|TORCHDYNAMO|TORCHINDUCTOR|ATEN|C10)_[A-Z]\w*"
+    r"|PYTORCH|TORCH|TORCHDYNAMO|TORCHINDUCTOR|ATEN|C10)_[A-Z]\w*|\bDURE_STAND_IN\b"
 )
 """A variable that torch, or a library that it loads, reads at its import."""
 

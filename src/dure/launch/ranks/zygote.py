@@ -20,7 +20,7 @@ from pathlib import Path
 from dure import env
 from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import first_path
-from dure.launch.ranks.environment import malloc_variables
+from dure.launch.ranks.environment import early_variables
 from dure.launch.ranks.forking import receive, send
 from dure.launch.ranks.imports import names_to_import, variable_set_first
 from dure.launch.ranks.limits import memory_note
@@ -202,7 +202,7 @@ def zygote_for(
     changes: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "DURE_LAUNCHER": job}
     if threads is not None:
         changes["OMP_NUM_THREADS"] = str(threads)
-    environment = env.child_environment(changes | malloc_variables(spec) | dict(spec.env))
+    environment = env.child_environment(changes | early_variables(spec) | dict(spec.env))
     zygote = Zygote(spec, (*needed, *found[1:]), len(needed), environment)
     try:
         yield zygote
