@@ -20,7 +20,7 @@
 // comes last on a core spins until the other cores are through, goes on into the next operation at
 // once, and gives way to a neighbour there.
 //
-// Sleeps are cut into slices of kSlice. After each the waiter examines the world (watching.cpp);
+// Sleeps are cut into slices (`slice_ns`). After each the waiter examines the world (watching.cpp);
 // the fast stages never look at any of it.
 #include "backoff.h"
 #include "call_queue.h"
@@ -29,7 +29,6 @@ namespace dure {
 
 namespace {
 
-constexpr int64_t kSliceNs = 4'000'000;
 // For all ranks to begin: longer than the progress thread leaves a call alone, and longer still
 // where they come one after the other.
 constexpr int64_t kBeginNs = 500'000, kBeginSharedNs = 2'000'000;
@@ -77,7 +76,7 @@ Status Channel::await_missing(int r, uint32_t tick) {
     if (background_ && !rank_waits()) {
         group_.about_to_wait();
         give_up_core();
-        sleep_for(r, tick, kSliceNs);  // before we look for reasons not to
+        sleep_for(r, tick, kShortestSliceNs);  // before we look for reasons not to
     } else {
         Backoff backoff(group_);
         do {
@@ -91,16 +90,16 @@ Status Channel::await_missing(int r, uint32_t tick) {
         if (Status s = examine(wait, tick); s != Status::ok) {
             return first_missing(r, tick) == size_ ? all_here() : s;
         }
-        const int64_t holds_ns = holds_core_ ? holds_until_ns - now_ns() : 0;
+        const int64_t at_ns = now_ns(), holds_ns = holds_core_ ? holds_until_ns - at_ns : 0;
         if (holds_ns <= 0) give_up_core();
-        sleep_for(r, tick, holds_ns > 0 ? holds_ns : kSliceNs);
+        sleep_for(r, tick, holds_ns > 0 ? holds_ns : slice_ns(at_ns - now));
     }
 }
 
 // How long a rank sleeps with the lock: longer for peers that have all begun, and will come soon.
 // It has given it up before it asks whether it was interrupted, so a handler may call us.
 int64_t Channel::patience_ns() const {
-    const int64_t first = all_begun_                ? kSliceNs
+    const int64_t first = all_begun_                ? kShortestSliceNs
                           : group_.oversubscribed() ? kBeginSharedNs
                                                     : kBeginNs;
     return index_ == 0 ? first : first / 4;

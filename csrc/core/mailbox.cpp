@@ -8,7 +8,6 @@ namespace dure {
 
 namespace {
 
-constexpr int64_t kSliceNs = 4'000'000;
 constexpr int64_t kShortSliceNs = 300'000;  // while an offer may have to go through the ring
 
 Outcome refused(Op op) {
@@ -142,7 +141,7 @@ Outcome Mailbox::drive(const PostedPtr& request) {
             }
         }
         if (backoff.pause(shares)) continue;
-        rest(request);
+        rest(request, now_ns() - began);
         if (const int64_t now = now_ns(); !request->done() && now - asked > 100'000'000) {
             asked = now;
             if (group_.interrupted()) {
@@ -155,13 +154,13 @@ Outcome Mailbox::drive(const PostedPtr& request) {
 }
 
 // Sleep until a ring changes, at most a slice; then look for reasons not to go on.
-bool Mailbox::rest(const PostedPtr& waiter) {
+bool Mailbox::rest(const PostedPtr& waiter, int64_t waited_ns) {
     RankBlock& mine = group_.block(group_.rank());
     mine.sleepers.fetch_add(1);
     const uint32_t seen = mine.bell.load();
     std::atomic_thread_fence(std::memory_order_seq_cst);
     bool moved = true;
-    int64_t slice = kSliceNs;
+    int64_t slice = slice_ns(waited_ns);
     try {
         std::lock_guard hold(lock_);
         moved = progress();
@@ -223,7 +222,7 @@ void Mailbox::background() {
         work_.wait(hold, [this] { return stopping_ || !handed_.empty(); });
         if (stopping_) return;
         hold.unlock();
-        rest(nullptr);
+        rest(nullptr, 0);
         hold.lock();
     }
 }

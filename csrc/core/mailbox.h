@@ -108,7 +108,7 @@ class Mailbox {
     std::shared_ptr<Request> hand_over(const PostedPtr& request);
     PostedPtr post(Op op, Block data, DType dtype, int peer, int tag);
     void background();
-    bool rest(const PostedPtr& waiter);
+    bool rest(const PostedPtr& waiter, int64_t waited_ns);
     bool progress();
     // mailbox_watch.cpp: failures
     void examine(const PostedPtr& waiter);

@@ -2,6 +2,7 @@
 // with work in its queue.
 #include <utility>
 
+#include "backoff.h"
 #include "call_queue.h"
 #include "channel.h"
 #include "harness.h"
@@ -13,6 +14,12 @@ using namespace dure::testing;
 
 Call all_reduce_of(std::vector<int32_t>& x) {
     return {Op::all_reduce, DType::i32, Reduction::sum, -1, {}, {block_of(x)}};
+}
+
+TEST(the_longer_a_rank_has_waited_the_less_often_it_looks) {
+    CHECK(slice_ns(0) == 4'000'000);
+    CHECK(slice_ns(640'000'000) == 10'000'000);
+    CHECK(slice_ns(60'000'000'000) == 20'000'000);
 }
 
 TEST(operations_run_in_the_order_of_their_start) {
