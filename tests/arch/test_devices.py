@@ -35,3 +35,39 @@ def test_every_tensor_that_the_package_makes_names_its_device() -> None:
         for line in calls_without_device(path.read_text())
     ]
     assert not found
+
+
+NAMES_CUDA = {
+    "cli/doctor/rank.py": "lists GPUs",
+    "comm/gpus.py": "asks which GPUs there are: the choice of NCCL",
+    "comm/queries.py": "asks whether NCCL can run",
+    "comm/backends/torch_engine.py": "NCCL itself",
+    "checkpoint/randomness.py": "the state that is saved has this name",
+    "launch/functions.py": "asks whether CUDA was used before a fork",
+    "mesh/device_mesh.py": "chooses a GPU for a mesh of cuda, as torch does",
+    "parallel/amp/scaler.py": "the default device, as torch's",
+    "parallel/dp/devices.py": "the default devices, as torch's",
+    "parallel/dp/splitting.py": "asks whether there are GPUs",
+}
+"""Files that name `torch.cuda`, none of them for its streams, and why."""
+
+STREAMS = ("Stream", "Event", "stream", "current_stream", "default_stream", "synchronize")
+
+
+def names_of_cuda(source: str) -> Iterator[str]:
+    """Return the attributes of `torch.cuda` that a source names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda":
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"):
+            yield from (alias.name for alias in node.names)
+
+
+def test_streams_are_those_of_the_tensors_device() -> None:
+    found = {
+        str(path.relative_to(SOURCES)): names
+        for path in sorted(SOURCES.rglob("*.py"))
+        if (names := {*names_of_cuda(path.read_text())})
+    }
+    assert {*found} == {*NAMES_CUDA}
+    assert not {name for names in found.values() for name in names} & {*STREAMS}

@@ -12,23 +12,27 @@ import torch.distributed as torch_dist
 
 import dure as dist
 from dure.errors import CommError, DeviceError
-from dure.testing import run_ranks
-from tests.comm import late_device
+from dure.testing import accelerator, run_ranks
+from dure.testing.accelerator import Stream
+from dure.testing.accelerator.memory import backing_of, on_host
 from tests.comm.conformance import suite
-from tests.comm.late_device import Stream, device
 
-WHERE = "late:0"
+WHERE = "sim:0"
 
 
 Ran = dict[str, list[str]]
 
 
+def _module() -> Any:
+    return torch.get_device_module("sim")
+
+
 def conformance(backend: str, subjects: tuple[str, ...], skip: tuple[str, ...]) -> Ran:
     """Run the cases of some subjects with tensors of the accelerator; over hybrid, on two hosts."""
-    late_device.install()
+    accelerator.install()
     if backend == "hybrid":
         os.environ["DURE_HOST_ID"] = os.environ["RANK"]
-    dist.init_process_group(f"cpu:{backend},late:{backend}")
+    dist.init_process_group(f"cpu:{backend},sim:{backend}")
     ran = _run(dist.get_rank(), subjects, skip)
     dist.destroy_process_group()
     return ran
@@ -36,21 +40,21 @@ def conformance(backend: str, subjects: tuple[str, ...], skip: tuple[str, ...]) 
 
 def conformance_of_threads(subjects: tuple[str, ...], skip: tuple[str, ...]) -> list[Ran]:
     """The same on three ranks that are threads of this process, without a named device."""
-    late_device.install()
+    accelerator.install()
     return run_ranks(3, lambda rank: _run(rank, subjects, skip))
 
 
 def _run(rank: int, subjects: tuple[str, ...], skip: tuple[str, ...]) -> Ran:
-    with late_device.Everywhere():
+    with torch.device("sim"):
         return {subject: suite.run(rank, subject, skip) for subject in subjects}
 
 
 def streams(cases: list[str]) -> dict[str, str]:
     """Run the cases below, each in a group of its own; return this rank's errors."""
-    late_device.install()
+    accelerator.install()
     errors: dict[str, str] = {}
     for case in cases:
-        dist.init_process_group("cpu:shm,late:shm")
+        dist.init_process_group("cpu:shm,sim:shm")
         try:
             rank = dist.get_rank()
             globals()[f"case_{case}"](rank, 1 - rank)
@@ -63,7 +67,7 @@ def streams(cases: list[str]) -> dict[str, str]:
 
 def stock() -> list[object]:
     """Run some operations of torch.distributed on the backend "dure"; return the results."""
-    late_device.install()
+    accelerator.install()
     torch_dist.init_process_group("dure")
     rank, received = torch_dist.get_rank(), torch.empty(2, device=WHERE)
     torch_dist.all_reduce(t := late(rank + 1.0))
@@ -96,16 +100,16 @@ def case_inputs_are_complete(rank: int, peer: int) -> None:
 def case_message_is_written_after_earlier_work(rank: int, peer: int) -> None:
     """A receive does not wait on the host, and its result is copied in another stream."""
     first, second = Stream(), Stream()
-    with device.stream(first):
+    with _module().stream(first):
         t = late(7.0)
         receive = dist.irecv(t, peer)
     dist.isend(late(rank + 1.0), peer).wait()
-    with device.stream(second):
+    with _module().stream(second):
         receive.wait()
     second.synchronize()
     first.synchronize()
-    assert t.memory.tolist() == [peer + 1.0] * 3
-    assert (t.data_ptr(), second) in late_device.used
+    assert on_host(t).tolist() == [peer + 1.0] * 3
+    assert second in backing_of(t).block.used_in
 
 
 def case_every_stream_that_waits_is_ordered(rank: int, peer: int) -> None:
@@ -115,7 +119,7 @@ def case_every_stream_that_waits_is_ordered(rank: int, peer: int) -> None:
     work = dist.all_reduce(t, async_op=True)
     copies = []
     for number, stream in enumerate(streams):
-        with device.stream(stream):
+        with _module().stream(stream):
             if number == 1:
                 assert work.is_completed()
             else:
@@ -123,7 +127,7 @@ def case_every_stream_that_waits_is_ordered(rank: int, peer: int) -> None:
             copies.append(t.clone())
     for stream, copy in zip(reversed(streams), reversed(copies), strict=True):
         stream.synchronize()
-        assert copy.memory.tolist() == [3.0] * 3
+        assert on_host(copy).tolist() == [3.0] * 3
 
 
 def case_two_waits_for_one_request(rank: int, peer: int) -> None:
@@ -135,13 +139,13 @@ def case_two_waits_for_one_request(rank: int, peer: int) -> None:
     t, streams = late(rank + 1.0), (Stream(), Stream())
     both = (t,)
     call = Call(op="all_reduce", inputs=both, outputs=both, reduction=ReduceOp.SUM)
-    request = group._backends["late"].run(call, True)
+    request = group._backends["sim"].run(call, True)
     for stream in streams:
-        with device.stream(stream):
+        with _module().stream(stream):
             request.wait()
             copy = t.clone()
     streams[1].synchronize()
-    assert copy.memory.tolist() == [3.0] * 3
+    assert on_host(copy).tolist() == [3.0] * 3
 
 
 def case_batches_do_not_wait_for_each_other(rank: int, peer: int) -> None:

@@ -11,15 +11,7 @@ from tests.comm.procs.test_collectives_conformance import CANNOT
 
 CASES = [name.removeprefix("case_") for name in vars(staged_ranks) if name.startswith("case_")]
 SUBJECTS = ("moving", "reducing", "messages", "layouts", "overlapping")
-NOT_SIMULATED = (
-    "case_objects",  # pickles of tensors
-    # conjugates
-    *("case_all_reduce_of_odd_views", "case_negated_view_is_reduced_by_what_it_shows"),
-    # sparse tensors and subclasses
-    "case_sparse_tensors_of_other_layouts_are_refused",
-    "case_tensors_that_have_memory_of_their_own_are_taken_whatever_their_type",
-    "case_tensors_made_of_others_are_refused_by_their_type",
-)
+NOT_SIMULATED = ("case_sparse_tensors_of_other_layouts_are_refused",)
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,7 @@ import torch
 from dure.comm.backends.base import Backend
 from dure.comm.backends.request import Request, current_stream, seconds_until, used_in_stream
 from dure.comm.call import Call, check_one_device
+from dure.comm.pinned import pinned_empty
 
 __all__ = ["StagedBackend", "serving"]
 
@@ -56,15 +57,10 @@ def serving(backend: Backend, kind: str, rank: int) -> Backend:
     return backend if kind in backend.device_types else StagedBackend(backend, kind, rank)
 
 
-def _pinned(nbytes: int) -> torch.Tensor:
-    """Allocate pinned memory of the host [nbytes]."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-
 def _staging_for(tensors: Tensors) -> list[torch.Tensor]:
     """Return memory of the host for each of `tensors`, in one block."""
     starts = [*accumulate((-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors), initial=0)]
-    block = _pinned(starts[-1])
+    block = pinned_empty((starts[-1],), torch.uint8)
     return [
         block[start : start + t.nbytes].view(t.dtype).view(t.shape)
         for start, t in zip(starts, tensors, strict=False)

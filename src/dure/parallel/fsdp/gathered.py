@@ -11,6 +11,8 @@ With a *post-forward group* (`reshard_after_forward=8`, say), a rank keeps 1/8 o
 forward to backward, as a flat tensor of the same kind, and gathers the rest from its 7 neighbours.
 
 With replicas (HSDP) the reduced parts are reduced once more, over the axis of replicas.
+
+On a device with streams the first copy and the all_gather run in the gather stream (streams.py).
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class Gathered(Strategy):
         self._dtype = parameters[0].dtype
         self._post_forward_group, self._all_gather = post_forward_group, all_gather
         self._part_kept: torch.Tensor | None = None
+        self._copied_in: torch.Tensor | None = None  # the input of a gather in a stream
         self._unsharded: list[torch.Tensor] = []
         self._is_unsharded = False
         self._versions: list[int] = []
@@ -90,6 +93,12 @@ class Gathered(Strategy):
         super().publish()
         for parameter in self._parameters:
             self._file(parameter)
+        self.gather_after_writes()
+
+    def gather_after_writes(self) -> None:
+        """See `Strategy.gather_after_writes`."""
+        if self.streams is not None:
+            self.streams.gather_after_current()
 
     def is_stale(self, accumulates: bool = False) -> bool:
         """Ask all ranks, as each knows of its own shards only, unless `accumulates`."""
@@ -118,6 +127,12 @@ class Gathered(Strategy):
         """Begin the all_gather."""
         if not self.begins_gather:
             return None
+        if self.streams is None:
+            return self._begin_gather()
+        with self.streams.gathering():
+            return self._begin_gather()
+
+    def _begin_gather(self) -> ProcessGroup:
         if self._part_kept is not None:
             assert self._post_forward_group is not None
             return self._begin(self._post_forward_group, self._part_kept)
@@ -132,6 +147,8 @@ class Gathered(Strategy):
         else:
             work = gather(output, flat, group, async_op=True)
         self._pending_gather = output, group.size(), work
+        if self.streams is not None:
+            self._copied_in = flat
         return group
 
     def _allocate(self, numel: int) -> torch.Tensor:
@@ -164,6 +181,9 @@ class Gathered(Strategy):
             with torch.inference_mode(False), torch.no_grad():
                 self._fill(pieces)
             self._is_unsharded = True
+            if self.streams is not None:
+                self.streams.retire((pieces, self._copied_in))
+                self._copied_in = None
         return self._unsharded
 
     def _fill(self, pieces: torch.Tensor) -> None:
@@ -191,6 +211,9 @@ class Gathered(Strategy):
         self._is_unsharded = False
         if for_backward and self._post_forward_group is not None and self._part_kept is None:
             self._part_kept = self._part_for_backward(self._post_forward_group)
+            self.gather_after_writes()
+        if self.streams is not None:
+            self.streams.free_retired()
         for tensor in self._memory():
             tensor.untyped_storage().resize_(0)
         for parameter in self._parameters:

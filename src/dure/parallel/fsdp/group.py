@@ -20,6 +20,7 @@ from dure.parallel.fsdp.parameter import FSDPParameter, run_hooks
 from dure.parallel.fsdp.reducing import CustomCollective, Reduction
 from dure.parallel.fsdp.states import SHARDED_TRANSITIONS, ShardedState, changed
 from dure.parallel.fsdp.strategy import Strategy
+from dure.parallel.fsdp.streams import side_streams
 from dure.training.memory import give_back_freed
 
 if TYPE_CHECKING:
@@ -91,6 +92,12 @@ class ParameterGroup:
             self.parameters, axes, self.requested, self.post_forward_group, self.all_gather
         )
         self._dtypes = [p.sharded.dtype for p in self.parameters]
+        self._find_streams()
+
+    def _find_streams(self) -> None:
+        """Use the streams of the device that the parameters are on now."""
+        group, device = self.reduction.axes.shard_group, self.parameters[0].part.device
+        self.strategy.streams = self.reduction.streams = side_streams(group, device)
 
     def _change(self, new: ShardedState) -> None:
         name = self.parameters[0].name
@@ -137,6 +144,7 @@ class ParameterGroup:
             if self._dtypes != [p.sharded.dtype for p in self.parameters]:
                 self.rebuild_strategy()
             self.strategy.attach()
+            self._find_streams()
             if self.strategy.frees:  # `attach` has dropped the memory of all
                 for parameter in self.parameters:
                     parameter.unsharded = None
@@ -274,6 +282,28 @@ class ParameterGroup:
         """
         if not self.reduction.is_begun:
             return ()
+        streams = self.reduction.streams
+        if streams is None:
+            now, later = self._add_gradients()
+        else:
+            with streams.reducing():
+                now, later = self._add_gradients()
+            self.reduction.free_copied_in()
+        if streams is None or not now:
+            deliver(now)
+        else:  # hooks of the program run in its own stream
+            streams.wait_for_reduced()
+            deliver(now)
+            streams.reduce_after_current()
+        self._trim()
+        return later
+
+    def _add_gradients(self) -> tuple[list[Delivery], list[Delivery]]:
+        """Add reduced gradients to the shards'; return those that hooks wait for.
+
+        Returns:
+            Those to deliver now, and at the end of backward.
+        """
         now: list[Delivery] = []
         later: list[Delivery] = []
         for parameter, part in zip(self.parameters, self.reduction.finish(), strict=True):
@@ -284,9 +314,7 @@ class ParameterGroup:
                 (later if parameter.waits_for_end else now).append(delivery)
             else:
                 parameter.add_gradient(part)
-        deliver(now)
-        self._trim()
-        return later
+        return now, later
 
     def reset(self) -> None:
         """Drop what a step that failed has left; wait for what others still read."""
@@ -294,6 +322,7 @@ class ParameterGroup:
         if self.reduction.is_begun:
             with suppress(CommError):
                 self.reduction.finish()
+            self.reduction.free_copied_in()
         for parameter in self.parameters:
             parameter.accumulated = None
             if parameter.unsharded is not None:

@@ -10,6 +10,8 @@ channel 0 need not wait for it.
 
 With replicas (HSDP) the parts are reduced once more, over the axis of replicas.
 
+On a device with streams all but the copy runs in the reduce stream (streams.py).
+
 The sum is divided by a *factor*, the number of ranks or the program's. The collective averages, or
 the division comes after it. Only a hook can observe this. As in torch, it receives:
 
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -32,6 +34,7 @@ from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
+from dure.parallel.fsdp.streams import SideStreams
 from dure.tensor.strides import stored_like
 
 if TYPE_CHECKING:
@@ -88,6 +91,7 @@ class Reduction:
         hook: Called with the reduced parts of a group's gradients, flat, which it may change; the
             text of this module says how they are divided.
         reduce_scatter: The program's own; None for Dure's.
+        streams: Beside that of the computation, on a device that has streams.
     """
 
     parameters: Sequence[FSDPParameter]
@@ -98,6 +102,9 @@ class Reduction:
     replicate: bool = True
     hook: Callable[[torch.Tensor], object] | None = None
     reduce_scatter: CustomCollective | None = None
+    streams: SideStreams | None = None
+    _copied_in: torch.Tensor | None = field(default=None, init=False)
+    _scattered: Any = field(default=None, init=False)  # an event: after the reduce_scatter
     _carry: torch.Tensor | None = field(default=None, init=False)
     _pending_reduce: tuple[Work | None, torch.Tensor, list[int], _Division, list[bool]] | None = (
         field(default=None, init=False)
@@ -131,6 +138,16 @@ class Reduction:
                 piece.zero_()
             if gradient is not None:
                 _copy_in(piece, gradient, parameter)
+        if self.streams is None:
+            self._begin(flat, sizes, given)
+            return
+        self._copied_in = flat
+        self.streams.reduce_after_current()
+        with self.streams.reducing():
+            self._begin(flat, sizes, given)
+
+    def _begin(self, flat: torch.Tensor, sizes: list[int], given: list[bool]) -> None:
+        """Start to reduce gradients [n, k] that were copied in."""
         division = self._division(flat.dtype)
         op = division.op
         if division.before != 1:
@@ -161,6 +178,8 @@ class Reduction:
         (work, output, sizes, division, given), self._pending_reduce = self._pending_reduce, None
         if work is not None:
             work.wait()
+        if self.streams is not None:
+            self._scattered = self.streams.reduced()
         replicas = self.axes.replicate_group
         if replicas is not None and not self.replicate:
             self._carry = output if self._carry is None else self._carry.add_(output)
@@ -189,6 +208,12 @@ class Reduction:
             self._unpadded(piece, parameter) if some else None
             for piece, parameter, some in zip(pieces, self.parameters, used, strict=True)
         ]
+
+    def free_copied_in(self) -> None:
+        """Free the memory that gradients were copied to: the stream of the computation waits."""
+        if self.streams is not None and self._scattered is not None:
+            self.streams.wait_for(self._scattered)
+        self._scattered = self._copied_in = None
 
     def _unpadded(self, piece: torch.Tensor, parameter: FSDPParameter) -> torch.Tensor:
         part = parameter.part

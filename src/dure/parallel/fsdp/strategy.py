@@ -18,6 +18,7 @@ from dure.comm.ops import ReduceOp
 from dure.errors import PeerLost
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
+from dure.parallel.fsdp.streams import SideStreams
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -38,6 +39,7 @@ class Strategy:
         name: "shared" or "gathered".
         why: Why it was chosen.
         frees: `reshard` frees the unsharded parameters, so that backward needs `unshard`.
+        streams: Beside that of the computation, on a device that has streams.
 
     Collective: `unshard`, on all ranks of the group in the same order; `enter`.
     """
@@ -45,6 +47,7 @@ class Strategy:
     name: str
     why: str = "asked for"
     frees: bool = True
+    streams: SideStreams | None = None
 
     def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
         self._parameters, self._axes = list(parameters), axes
@@ -133,6 +136,9 @@ class Strategy:
             refuses what it has saved of them from now on.
         """
         return ()
+
+    def gather_after_writes(self) -> None:
+        """Let what is gathered from now on see what the current stream has still to write."""
 
     def before_write(self) -> None:
         """Wait until shards may be written, where that is between no steps."""

@@ -36,6 +36,7 @@ from dure.parallel.fsdp.order import ExecutionOrder
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.state import FSDPState, state_of, states_within
 from dure.parallel.fsdp.states import TRAINING_TRANSITIONS, TrainingState, changed
+from dure.parallel.fsdp.streams import SideStreams
 from dure.training import autograd_hooks
 from dure.training.epochs import ModelEpochs
 from dure.training.module_times import ModuleClock, now
@@ -79,6 +80,7 @@ class Tree:
         self._forward_order: ExecutionOrder | None = None
         self._backward: Backward | None = None
         self._reducing: deque[tuple[FSDPState, ParameterGroup]] = deque()
+        self._reduced_in: set[SideStreams] = set()
         self._unsharded_since_forward: set[FSDPState] = set()
 
     def _name_parameters(self, root: FSDPState) -> None:
@@ -246,6 +248,7 @@ class Tree:
             if group.free_stale():
                 state.waits_for_backward = False
             group.adopt_replaced()
+            group.strategy.gather_after_writes()
         if not all(group.strategy.is_current for group in state.groups):
             for group in self.groups:
                 if not group.strategy.is_current:
@@ -378,6 +381,8 @@ class Tree:
         begin = now()
         with state.record("FSDP::post_backward_rs_wait"):
             deliveries = group.finish_reduce()
+        if group.reduction.streams is not None:
+            self._reduced_in.add(group.reduction.streams)
         if self._backward is not None:
             self._backward.deliveries += deliveries
         self.clock.reduced(state.name, begin)
@@ -418,6 +423,8 @@ class Tree:
         self.clock.end_compute()
         while self._reducing:
             self._finish_reduce()
+        while self._reduced_in:
+            self._reduced_in.pop().wait_for_reduced()
         deliver(backward.deliveries)
         self.keeps_unsharded = backward.makes_graph or (
             self.keeps_unsharded and backward.keeps_graph
