@@ -38,6 +38,7 @@ PAGES |= {
     str(path.relative_to(ROOT)): str(path.relative_to(ROOT).with_suffix(".md")) for path in EXAMPLES
 }
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
+ANCHOR = re.compile(r'<a (href="(?!\w+:|#)([^"#]+)[^"]*")')
 FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
@@ -65,6 +66,18 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     if page.file.generated_by is not None:
         return markdown
     return _moved(markdown, f"docs/{source}", posixpath.dirname(source))
+
+
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    """Mark links from Korean pages to English ones; docs/theme/dure.css shows the mark."""
+    if not page.file.src_uri.startswith("ko/"):
+        return html
+
+    def marked(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(page.url), match[2]))
+        return match[0] if target.startswith("ko/") else f'<a hreflang="en" {match[1]}'
+
+    return ANCHOR.sub(marked, html)
 
 
 def on_post_page(output: str, page: Page, **_: object) -> str:

@@ -28,7 +28,9 @@ import dure
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),  # translations have the same code (scripts/conventions)
+    *sorted((ROOT / "docs").glob("*.md")),
+    # Translations have the code of their English pages (scripts/conventions.py).
+    *(p for p in sorted(ROOT.glob("docs/ko/*.md")) if not (ROOT / "docs" / p.name).exists()),
 ]
 MAKES_RANKS = ROOT / "src/dure/testing/ranks.py"  # with groups of their own, which `run` prevents
 MODULES = sorted(
