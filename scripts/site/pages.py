@@ -31,11 +31,21 @@ PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "LICENSE": "project/license.md",
+    "SECURITY.md": "project/security.md",
     "examples/README.md": "examples/index.md",
 }
 COPIED = tuple(PAGES)
 PAGES |= {
     str(path.relative_to(ROOT)): str(path.relative_to(ROOT).with_suffix(".md")) for path in EXAMPLES
+}
+# Pages that a search finds before others that have its words; 1 is the ordinary weight.
+SEARCHED = {
+    "debugging.md": 2,
+    "evaluating.md": 6,
+    "gpu.md": 4,
+    "memory.md": 5,
+    "reproducibility.md": 4,
+    "troubleshooting.md": 2,
 }
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
 ANCHOR = re.compile(r'<a (href="(?!\w+:|#)([^"#]+)[^"]*")')
@@ -51,7 +61,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made of files outside docs/."""
     made = {PAGES[name]: _moved((ROOT / name).read_text(), name) for name in COPIED}
-    made[PAGES["LICENSE"]] = f"# Licence\n\n{(ROOT / 'LICENSE').read_text()}"
+    made[PAGES["LICENSE"]] = f"# License\n\n{(ROOT / 'LICENSE').read_text()}"
     made |= {PAGES[str(p.relative_to(ROOT))]: _example(p) for p in EXAMPLES}
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
@@ -61,8 +71,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Turn links that leave docs/ to the pages that the files there have become."""
     source = page.file.src_uri
-    if source.startswith("reference/"):
-        page.meta.setdefault("search", {"boost": 3})  # whoever types a name wants its entry
+    weight = 3 if source.startswith("reference/") else SEARCHED.get(source)
+    if weight is not None:
+        page.meta.setdefault("search", {"boost": weight})
     if page.file.generated_by is not None:
         return markdown
     return _moved(markdown, f"docs/{source}", posixpath.dirname(source))

@@ -71,7 +71,7 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] | None =
             return run(arguments[arguments.index(wanted) + 1 :])
         if wanted is not None and wanted not in COMMANDS and os.path.isfile(wanted):
             raise UsageError(f"unknown command {wanted}", fix=f"Write `dure run {wanted}`.")
-        app = _app(wanted)
+        app = app_of(wanted)
         if loaded is not None:
             loaded()
         app(args=arguments, prog_name="dure")
@@ -85,7 +85,7 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] | None =
     return 0
 
 
-def _app(wanted: str | None) -> typer.Typer:
+def app_of(wanted: str | None) -> typer.Typer:
     """Build the command line, with the code of the one command that is wanted."""
     import typer  # lazy: 35 ms, and `dure run` does not need it
 

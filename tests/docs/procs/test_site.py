@@ -1,0 +1,52 @@
+"""The site builds, and its search finds the right page first (`make drill`)."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+from tests.docs.snippets import ROOT
+from tests.waiting import PATIENCE_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs("chromium")]
+
+FIRST = {
+    "nccl timeout": "debugging.html",
+    "hang": "debugging.html",
+    "deadlock": "debugging.html",
+    "gradient accumulation": "batch_size.html",
+    "batch size": "batch_size.html",
+    "evaluate": "evaluating.html",
+    "docker": "containers.html",
+    "out of memory": "memory.html",
+    "seed": "reproducibility.html",
+    "cuda": "gpu.html",
+    "slurm": "clusters.html",
+    "install": "install.html",
+    "all_reduce": "reference/collectives.html",
+    "environment variable": "reference/environment.html",
+}
+
+
+def test_search_finds_the_right_page_first(tmp_path: Path) -> None:
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
+    subprocess.run(mkdocs, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE_S)
+    start = f"{tmp_path.as_uri()}/index.html"
+    first = "a.md-search-result__link"
+    found = {}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        page = browser.new_page()
+        for words in FIRST:
+            page.goto(f"{start}?q={words}")
+            link = page.wait_for_selector(first, state="attached", timeout=PATIENCE_S * 1000)
+            assert link is not None
+            target = link.get_attribute("href") or ""
+            found[words] = target.partition("?")[0].removeprefix(start.removesuffix("index.html"))
+        browser.close()
+    assert found == FIRST
