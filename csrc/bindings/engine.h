@@ -75,6 +75,12 @@ class Engine {
     nanobind::object plain_all_gather(Place on, nanobind::handle output, nanobind::handle input);
     nanobind::object plain_reduce_scatter(Place on, nanobind::handle output, nanobind::handle input,
                                           nanobind::handle op);
+    nanobind::object plain_all_gather_list(Place on, nanobind::handle outputs,
+                                           nanobind::handle input);
+    nanobind::object plain_reduce_scatter_list(Place on, nanobind::handle output,
+                                               nanobind::handle inputs, nanobind::handle op);
+    nanobind::object plain_all_to_all_list(Place on, nanobind::handle outputs,
+                                           nanobind::handle inputs);
     nanobind::object plain_all_to_all(Place on, nanobind::handle output, nanobind::handle input);
     nanobind::object plain_all_to_all_cut(Place on, nanobind::handle output, nanobind::handle input,
                                           nanobind::handle taken_rows, nanobind::handle given_rows);

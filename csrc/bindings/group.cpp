@@ -116,6 +116,15 @@ constexpr auto all_gather = [](Engine& e, Engine::Place on, Arguments a) {
 constexpr auto reduce_scatter = [](Engine& e, Engine::Place on, Arguments a) {
     return e.plain_reduce_scatter(counting(on, a[3]), a[0], a[1], a[2]);
 };
+constexpr auto all_gather_list = [](Engine& e, Engine::Place on, Arguments a) {
+    return e.plain_all_gather_list(counting(on, a[2]), a[0], a[1]);
+};
+constexpr auto reduce_scatter_list = [](Engine& e, Engine::Place on, Arguments a) {
+    return e.plain_reduce_scatter_list(counting(on, a[3]), a[0], a[1], a[2]);
+};
+constexpr auto all_to_all_list = [](Engine& e, Engine::Place on, Arguments a) {
+    return e.plain_all_to_all_list(counting(on, a[2]), a[0], a[1]);
+};
 constexpr auto all_to_all = [](Engine& e, Engine::Place on, Arguments a) {
     return e.plain_all_to_all(counting(on, a[2]), a[0], a[1]);
 };
@@ -146,6 +155,9 @@ PyMethodDef plain_methods[] = {
     method<broadcast, 4, true>("plain_broadcast"),
     method<all_gather, 4, true>("plain_all_gather"),
     method<reduce_scatter, 5, true>("plain_reduce_scatter"),
+    method<all_gather_list, 4, true>("plain_all_gather_list"),
+    method<reduce_scatter_list, 5, true>("plain_reduce_scatter_list"),
+    method<all_to_all_list, 4, true>("plain_all_to_all_list"),
     method<all_to_all, 4, true>("plain_all_to_all"),
     method<all_to_all_cut, 5, true>("plain_all_to_all_cut"),
     method<scatter_cut, 4, false>("plain_scatter_cut"),

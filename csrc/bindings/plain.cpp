@@ -105,6 +105,57 @@ int number(nb::handle h) {
 
 nb::object declined() { return nb::borrow(Py_False); }
 
+bool is_list(nb::handle h) { return PyList_CheckExact(h.ptr()) || PyTuple_CheckExact(h.ptr()); }
+
+// The blocks of a list or tuple of `n` plain tensors of one dtype.
+bool read_list(nb::handle list, int n, DType dtype, std::vector<Block>& blocks) {
+    if (!is_list(list) || PySequence_Fast_GET_SIZE(list.ptr()) != n) return false;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PlainTensor t;
+        if (!read_plain(PySequence_Fast_GET_ITEM(list.ptr(), i), t) || t.dtype != dtype) {
+            return false;
+        }
+        blocks.push_back(t.block);
+    }
+    return true;
+}
+
+size_t bytes_of(const std::vector<Block>& blocks) {
+    size_t bytes = 0;
+    for (const Block& block : blocks) bytes += block.bytes;
+    return bytes;
+}
+
+// Whether no two blocks have a byte in common.
+bool apart(const std::vector<Block>& blocks) {
+    for (size_t i = 0; i < blocks.size(); i++) {
+        for (size_t j = i + 1; j < blocks.size(); j++) {
+            if (!apart(blocks[i], blocks[j])) return false;
+        }
+    }
+    return true;
+}
+
+// As `apart_or_in_place`, of a list of blocks and this rank's one.
+bool apart_or_in_place(const std::vector<Block>& list, const Block& one, int rank) {
+    for (size_t i = 0; i < list.size(); i++) {
+        const bool own = i == static_cast<size_t>(rank) && list[i].data == one.data;
+        if (!own && !apart(list[i], one)) return false;
+    }
+    return true;
+}
+
+// The tensors of a list, for as long as an operation uses them: the program may change the list.
+nb::object kept(nb::handle list) { return nb::steal(PySequence_Tuple(list.ptr())); }
+
+// Count a write to a tensor, or to each of a list.
+void count_writes(nb::handle written) {
+    if (!is_list(written)) return count_write(written);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(written.ptr()); i++) {
+        count_write(PySequence_Fast_GET_ITEM(written.ptr(), i));
+    }
+}
+
 }  // namespace
 
 nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle one,
@@ -117,7 +168,7 @@ nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle
     if (where.async) {
         auto request = on.start(call, std::move(turn), brief);
         request->record(flight_, entry);
-        if (where.counts) count_write(one);
+        if (where.counts) count_writes(one);
         return started(request, call.site, one, other);
     }
     Stay stay(inside_[where.channel], call);
@@ -130,7 +181,7 @@ nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle
     const Status s =
         brief ? call_briefly(group_.get(), body) : call_without_gil(group_.get(), body);
     if (s != Status::ok) return failed(s, call.op);
-    if (where.counts) count_write(one);
+    if (where.counts) count_writes(one);
     return nb::borrow(Py_True);
 }
 
@@ -200,6 +251,61 @@ nb::object Engine::plain_reduce_scatter(Place on, nb::handle output, nb::handle 
     cut(in.block, n, call.inputs);
     call.outputs.push_back(out.block);
     return plain(on, call, in.block.bytes, output, input);
+}
+
+nb::object Engine::plain_all_gather_list(Place on, nb::handle outputs, nb::handle input) {
+    PlainTensor in;
+    if (!may_begin() || !read_plain(input, in)) return declined();
+    Call& call = empty_call(Op::all_gather, in.dtype);
+    const int n = group_->size(), rank = group_->rank();
+    if (!read_list(outputs, n, in.dtype, call.outputs) ||
+        call.outputs[static_cast<size_t>(rank)].bytes != in.block.bytes || !apart(call.outputs) ||
+        !apart_or_in_place(call.outputs, in.block, rank)) {
+        return declined();
+    }
+    call.inputs.push_back(in.block);
+    return plain(on, call, bytes_of(call.outputs), kept(outputs), input);
+}
+
+nb::object Engine::plain_reduce_scatter_list(Place on, nb::handle output, nb::handle inputs,
+                                             nb::handle op) {
+    const Reduction reduction = reduction_of(op);
+    PlainTensor out;
+    if (!may_begin() || !read_plain(output, out) || !has_meaning(reduction, out.dtype)) {
+        return declined();
+    }
+    Call& call = empty_call(Op::reduce_scatter, out.dtype);
+    call.reduction = reduction;
+    const int n = group_->size(), rank = group_->rank();
+    if (!read_list(inputs, n, out.dtype, call.inputs) ||
+        call.inputs[static_cast<size_t>(rank)].bytes != out.block.bytes ||
+        !apart_or_in_place(call.inputs, out.block, rank)) {
+        return declined();
+    }
+    call.outputs.push_back(out.block);
+    return plain(on, call, bytes_of(call.inputs), output, kept(inputs));
+}
+
+nb::object Engine::plain_all_to_all_list(Place on, nb::handle outputs, nb::handle inputs) {
+    PlainTensor first;
+    if (!may_begin() || !is_list(inputs) || PySequence_Fast_GET_SIZE(inputs.ptr()) == 0 ||
+        !read_plain(PySequence_Fast_GET_ITEM(inputs.ptr(), 0), first)) {
+        return declined();
+    }
+    Call& call = empty_call(Op::all_to_all, first.dtype);
+    const int n = group_->size();
+    const auto own = static_cast<size_t>(group_->rank());
+    if (!read_list(inputs, n, first.dtype, call.inputs) ||
+        !read_list(outputs, n, first.dtype, call.outputs) ||
+        call.inputs[own].bytes != call.outputs[own].bytes || !apart(call.outputs)) {
+        return declined();
+    }
+    for (const Block& input : call.inputs) {
+        for (const Block& output : call.outputs) {
+            if (!apart(input, output)) return declined();
+        }
+    }
+    return plain(on, call, bytes_of(call.outputs), kept(outputs), kept(inputs));
 }
 
 nb::object Engine::plain_all_to_all(Place on, nb::handle output, nb::handle input) {

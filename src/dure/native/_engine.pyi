@@ -115,6 +115,18 @@ class Channel:
         self, output: object, tensor: object, op: object, counts: bool, async_op: bool, /
     ) -> bool | Outcome | Request:
         """Reduce part i of the plain tensors into the output of rank i."""
+    def plain_all_gather_list(
+        self, outputs: object, tensor: object, counts: bool, async_op: bool, /
+    ) -> bool | Outcome | Request:
+        """Gather plain tensors into a list of plain tensors."""
+    def plain_reduce_scatter_list(
+        self, output: object, inputs: object, op: object, counts: bool, async_op: bool, /
+    ) -> bool | Outcome | Request:
+        """Reduce the plain tensors at place i of the lists into the output of rank i."""
+    def plain_all_to_all_list(
+        self, outputs: object, inputs: object, counts: bool, async_op: bool, /
+    ) -> bool | Outcome | Request:
+        """Exchange lists of plain tensors."""
     def plain_all_to_all(
         self, output: object, tensor: object, counts: bool, async_op: bool, /
     ) -> bool | Outcome | Request:

@@ -117,10 +117,67 @@ def _along(source: torch.Tensor) -> list[torch.Tensor]:
     group.all_to_all_along(columns, wide, cut, 0)
     group.scatter_along(scattered_rows, wide, 0, 1)
     group.scatter_along(scattered_columns, wide, cut, 0)
-    return [summed, rows, columns, scattered_rows, scattered_columns]
+    mine, theirs = (half.clone() for half in source.chunk(2))
+    reduced = torch.empty_like(mine)
+    gathered, exchanged = ([torch.empty_like(mine) for _ in range(2)] for _ in range(2))
+    group.all_gather(gathered, mine)
+    group.all_to_all(exchanged, (mine, theirs))
+    group.reduce_scatter(reduced, [mine, theirs])
+    parts = [scattered_rows, scattered_columns, reduced, *gathered, *exchanged]
+    return [summed, rows, columns, *parts]
 
 
-@pytest.mark.parametrize("program", [_wrong_calls, _one_where_another_was, _both_roads])
+def _lists(rank: int) -> None:
+    """Lists of plain tensors take the fast path; other lists are left to the slow one."""
+    plain, ones, total = _plain(), torch.ones, dist.ReduceOp.SUM
+    x, other = torch.full((4,), rank + 1.0), ones(4)
+    own = [ones(4), ones(4)]
+    own[rank] = x  # in place
+    assert plain.plain_all_gather_list(own, x, True, False) is True
+    assert [t[0].item() for t in own] == [1.0, 2.0]
+    assert own[1 - rank]._version == 1 and x._version == 1
+    assert plain.plain_all_to_all_list((ones(4), ones(4)), own, False, False) is True
+    assert plain.plain_reduce_scatter_list(other, own, total, False, False) is True
+    assert other.tolist() == [2.0 * (rank + 1)] * 4
+
+    lengths = [ones(3), ones(4)]
+    assert plain.plain_all_gather_list(lengths, ones(3 + rank) + rank, False, False) is True
+    assert [t.tolist() for t in lengths] == [[1.0] * 3, [2.0] * 4]
+
+    whole = ones(8)
+    for outputs in (
+        [ones(4)],
+        [ones(8), ones(8)],
+        [ones(4), ones(4).int()],
+        [ones(4), ones(0)],
+        [ones(4), None],
+        (each for each in own),
+        [whole[:4], whole[2:6]][:: 1 if rank else -1],
+    ):
+        given = whole[2:6]
+        assert plain.plain_all_gather_list(outputs, given, False, False) is False
+        assert plain.plain_all_to_all_list(outputs, [given, ones(4)], False, False) is False
+        assert plain.plain_reduce_scatter_list(given, outputs, total, False, False) is False
+    assert plain.plain_all_to_all_list([], [], False, False) is False
+
+
+def _list_that_changes(rank: int) -> None:
+    """An operation that was started keeps the tensors of its lists."""
+    outputs, inputs = (
+        [torch.zeros(4), torch.zeros(4)],
+        [torch.full((4,), 2.0 * rank + r) for r in (0, 1)],
+    )
+    work = dist.all_to_all(outputs, inputs, async_op=True)
+    outputs.clear()
+    inputs.clear()
+    assert work is not None
+    work.wait()
+    assert [t.tolist() for t in work.result()] == [[float(rank)] * 4, [2.0 + rank] * 4]
+
+
+@pytest.mark.parametrize(
+    "program", [_wrong_calls, _one_where_another_was, _both_roads, _lists, _list_that_changes]
+)
 def test_two_ranks(process_pool, program):
     process_pool(2, "shm").run(program)
 

@@ -549,13 +549,12 @@ class GroupCore:
                 fix="Call it before or after the manager's block.",
             )
 
-    def _plain_work(self, op: str, started: object, output: torch.Tensor | None) -> Work | None:
+    def _plain_work(self, op: str, started: object, *outputs: torch.Tensor) -> Work | None:
         """Return the `Work` of a plain call that was started, or raise its error."""
         if isinstance(started, Outcome):
             raise self._plain_error(started)
         self.seq += 1
-        outputs = [] if output is None else [output]
-        work = Work(started, outputs, op, self.seq, self)  # pyright: ignore
+        work = Work(started, list(outputs), op, self.seq, self)  # pyright: ignore
         if self._manager is not None:
             self._manager.works.append(work)
         return work

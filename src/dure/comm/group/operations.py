@@ -164,6 +164,14 @@ class ProcessGroup(GroupCore):
         counts: bool = False,
     ) -> Work | None:
         """Reduce `input_list[i]` of all ranks into rank i's `output`."""
+        plain = self._plain
+        if plain is not None:
+            done = plain.plain_reduce_scatter_list(output, input_list, op, counts, async_op)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("reduce_scatter", done, output)
         reduction, into = as_reduce_op(op), (output,)
         call = Call(op="reduce_scatter", inputs=input_list, outputs=into, reduction=reduction)
         return self._issue(call, async_op, counts)
@@ -219,6 +227,14 @@ class ProcessGroup(GroupCore):
         counts: bool = False,
     ) -> Work | None:
         """Copy rank i's `tensor` to `output_list[i]` on all ranks; lengths may differ by rank."""
+        plain = self._plain
+        if plain is not None:
+            done = plain.plain_all_gather_list(output_list, tensor, counts, async_op)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("all_gather", done, *output_list)
         call = Call(op="all_gather", inputs=(tensor,), outputs=output_list)
         return self._issue(call, async_op, counts)
 
@@ -293,6 +309,14 @@ class ProcessGroup(GroupCore):
         counts: bool = False,
     ) -> Work | None:
         """Copy `input_list[j]` of rank i to `output_list[i]` of rank j."""
+        plain = self._plain
+        if plain is not None:
+            done = plain.plain_all_to_all_list(output_list, input_list, counts, async_op)
+            if done is True:
+                self.seq += 1
+                return None
+            if done:
+                return self._plain_work("all_to_all", done, *output_list)
         call = Call(op="all_to_all", inputs=input_list, outputs=output_list)
         return self._issue(call, async_op, counts)
 
@@ -367,7 +391,7 @@ class ProcessGroup(GroupCore):
                 self.seq += 1
                 return None
             if done:
-                return self._plain_work("barrier", done, None)
+                return self._plain_work("barrier", done)
         limit = None if timeout is None else checks.duration(timeout, "barrier")
         work = self._issue(Call(op="barrier"), async_op or limit is not None)
         if work is not None and limit is not None and not async_op:
