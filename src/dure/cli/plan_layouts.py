@@ -209,7 +209,8 @@ def show(console: Console, found: Plan, title: str, *, everything: bool) -> None
         Text(
             "Behind GB (of the fullest rank): shares of a step; tp, cp and dp are communication "
             f"that nothing hides. 8 of 10 measurements were within {within:.0%} of what is "
-            f"predicted. {ties} of {len(found.rows)} layouts cannot be distinguished from the "
+            f"predicted. Rows within 0.5 % of each other are ordered by simplicity. "
+            f"{ties} of {len(found.rows)} layouts cannot be distinguished from the "
             f"first by that (~).{_simplest(found)}"
         )
     )

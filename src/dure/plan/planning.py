@@ -112,7 +112,8 @@ class Plan:
     Attributes:
         job: The training job.
         machine: The machine.
-        rows: Layouts that fit, fastest first: the best of each mesh, or all.
+        rows: Layouts that fit, fastest first: the best of each mesh, or all. Layouts of the same
+            speed within 0.5 % are ordered by simplicity.
         ties: How many of the first rows cannot be distinguished from the first.
         too_large: Layouts that would be faster than the first but do not fit: for each mesh the
             one that needs the least memory, by memory.
