@@ -163,6 +163,17 @@ def get_model_state_dict(
         UsageError: Two have the same name; a submodule is of another model.
 
     Collective with ``full_state_dict``: the ranks of the parameters' meshes.
+
+    Example:
+        ```python
+        from dure.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        net = torch.nn.Linear(4, 2)
+        fsdp.fully_shard(net)
+        sharded = get_model_state_dict(net)                  # DTensors: this rank's rows
+        full = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+        assert full["weight"].shape == (2, 4) and sharded["weight"].to_local().shape == (1, 4)
+        ```
     """
     return _View(model, options).model_state(submodules)
 

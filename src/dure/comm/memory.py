@@ -155,6 +155,14 @@ def shared_empty(
 
     Cost:
         Some 2 us if freed memory is reused; else 0.2 to 0.3 us for each page of 4 KiB.
+
+    Example:
+        ```python
+        buffer = dist.shared_empty(1024)
+        buffer.fill_(dist.get_rank())
+        dist.all_reduce(buffer)                              # reads the peers' tensors in place
+        assert buffer[0] == sum(range(dist.get_world_size()))
+        ```
     """
     nbytes = math.prod(shape) * dtype.itemsize
     memory = resolve(group, "shared_empty").allocate("shared_empty", nbytes, False)
@@ -193,6 +201,15 @@ def host_shared_empty(
     Raises:
         UsageError: The backend has no memory that ranks share (gloo, nccl, mpi).
         CommError: The host has no memory left; the same on all ranks.
+
+    Example:
+        ```python
+        table = dist.host_shared_empty(4)                    # one copy per host
+        if dist.get_rank() == 0:                             # on several hosts: one rank of each
+            table.copy_(torch.arange(4.0))
+        dist.barrier()
+        assert table.tolist() == [0.0, 1.0, 2.0, 3.0]
+        ```
     """
     op, pg = "host_shared_empty", resolve(group, "host_shared_empty")
     memory = pg.allocate(op, math.prod(shape) * dtype.itemsize, True)

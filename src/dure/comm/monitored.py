@@ -44,6 +44,11 @@ def monitored_barrier(
 
     Cost:
         n + 1 keys in the store, which rank 0 removes: milliseconds. Not for inner loops.
+
+    Example:
+        ```python
+        dist.monitored_barrier(timeout=10.0)                 # CommTimeout names late ranks
+        ```
     """
     group = resolve(group, "monitored_barrier")
     limit = group.timeout if timeout is None else duration(timeout, "monitored_barrier")

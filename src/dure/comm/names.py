@@ -160,7 +160,20 @@ class ProcessGroupGloo:
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Return whether a reduction has a meaning for complex numbers."""
+    """Return whether a reduction has a meaning for complex numbers.
+
+    Args:
+        reduceOp: A reduction, such as `ReduceOp.SUM`.
+
+    Returns:
+        True for SUM and others that are defined for complex numbers, False for MIN, MAX, ...
+
+    Example:
+        ```python
+        assert dist.supports_complex(dist.ReduceOp.SUM)
+        assert not dist.supports_complex(dist.ReduceOp.MAX)
+        ```
+    """
     return torch.complex64 in reducible_dtypes(as_reduce_op(reduceOp))
 
 

@@ -279,6 +279,16 @@ def send_object_list(
 
     Raises:
         CommError: The operation failed.
+
+    Example:
+        ```python
+        if dist.get_rank() == 0:
+            dist.send_object_list([{"lr": 0.1}, "done"], dst=1)
+        elif dist.get_rank() == 1:
+            received = [None, None]                          # as many as are sent
+            assert dist.recv_object_list(received, src=0) == 0
+            assert received == [{"lr": 0.1}, "done"]
+        ```
     """
     op = "send_object_list"
     pg, where = _group(group, op, device)

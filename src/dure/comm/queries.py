@@ -37,38 +37,114 @@ def _found(group: ProcessGroup | None, op: str) -> ProcessGroup:
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """Return this rank's number in `group` (None: the world), -1 if it is not a member."""
+    """Return this process's rank in a group.
+
+    Args:
+        group: The group; the default group if None.
+
+    Returns:
+        The rank, from 0 to the group's size - 1; -1 if this process is not a member.
+
+    Example:
+        ```python
+        rank = dist.get_rank()
+        assert 0 <= rank < dist.get_world_size()
+        ```
+    """
     return -1 if _outside(group) else _found(group, "get_rank").rank()
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Return how many ranks `group` (None: the world) has, -1 if this rank is not a member."""
+    """Return the number of ranks of a group.
+
+    Args:
+        group: The group; the default group if None.
+
+    Returns:
+        The number of ranks; -1 if this process is not a member.
+
+    Example:
+        ```python
+        batch_size = 64 // dist.get_world_size()             # the same total for any size
+        ```
+    """
     return -1 if _outside(group) else _found(group, "get_world_size").size()
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Return the rank in `group` of `global_rank`; raise `NotInGroupError` if it has none."""
+    """Return the rank in a group of a global rank.
+
+    Args:
+        group: The group.
+        global_rank: A rank of the default group.
+
+    Returns:
+        Its rank in `group`.
+
+    Raises:
+        NotInGroupError: It is not a member of the group.
+    """
     return _found(group, "get_group_rank").group_rank(global_rank)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Return the global rank of rank `group_rank` of `group`."""
+    """Return the global rank of a rank of a group.
+
+    Args:
+        group: The group.
+        group_rank: A rank of the group.
+
+    Returns:
+        Its rank in the default group.
+
+    Raises:
+        NotInGroupError: The group has no such rank.
+    """
     pg = _found(group, "get_global_rank")
     return pg.global_ranks[pg.peer(None, group_rank, "get_global_rank", "rank")]
 
 
 def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
-    """Return the global ranks of `group`'s members, in the order of their ranks in it."""
+    """Return the global ranks of the members of a group.
+
+    Args:
+        group: The group; the default group if None.
+
+    Returns:
+        The global ranks, in the order of the ranks in the group.
+
+    Example:
+        ```python
+        pair = dist.new_group([0, 1])                        # all ranks call it
+        assert dist.get_process_group_ranks(pair) == [0, 1]
+        assert dist.get_group_rank(pair, 1) == 1
+        assert dist.get_global_rank(pair, 0) == 0
+        ```
+    """
     return list(_found(group, "get_process_group_ranks").global_ranks)
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
-    """Return the name of the group's backend, such as "shm"."""
+    """Return the name of a group's backend, such as "shm".
+
+    Args:
+        group: The group; the default group if None.
+
+    Returns:
+        The name of the backend for CPU tensors.
+    """
     return _found(group, "get_backend").backend_name
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
-    """Return which backend serves which kind of device, such as "cpu:shm"."""
+    """Return which backend serves which kind of device.
+
+    Args:
+        group: The group; the default group if None.
+
+    Returns:
+        Devices and backends, such as "cpu:shm" or "cpu:shm,cuda:nccl".
+    """
     return _found(group, "get_backend_config").backend_config
 
 

@@ -109,6 +109,14 @@ def make_schedule(name: str, *, stages: int, microbatches: int, ranks: int) -> S
 
     Raises:
         UsageError: There is no such schedule, or it does not fit; says what would.
+
+    Example:
+        ```python
+        from dure.schedules import make_schedule
+
+        schedule = make_schedule("1f1b", stages=2, microbatches=4, ranks=2)
+        assert str(schedule.ranks[1][0]) == "1F0"            # stage 1, forward of microbatch 0
+        ```
     """
     if ranks < 1:
         raise UsageError("a pipeline has at least one rank", seen=str(ranks), fix="Take 1.")

@@ -111,6 +111,15 @@ def simulate(
     Raises:
         ScheduleError: The schedule is incomplete or wrong, or its ranks wait for each other.
         UsageError: A table of times is incomplete.
+
+    Example:
+        ```python
+        from dure.schedules import make_schedule, simulate
+
+        schedule = make_schedule("1f1b", stages=2, microbatches=4, ranks=2)
+        found = simulate(schedule, {"F": 1.0, "B": 2.0})
+        assert found.step_time == 15.0                       # 4 x 3 of computing, and 3 of waiting
+        ```
     """
     peaks = validate(schedule)
     sending = send_time if callable(send_time) else lambda _: send_time

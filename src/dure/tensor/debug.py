@@ -336,6 +336,15 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
 
     Cost:
         No communication.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, distribute_tensor, init_device_mesh
+        from dure.tensor.debug import visualize_sharding
+
+        mesh = init_device_mesh("cpu", (2,))
+        visualize_sharding(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+        ```
     """
     spec, mesh = dtensor.spec, dtensor.device_mesh
     if dtensor.numel() == 0:

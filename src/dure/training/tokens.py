@@ -36,12 +36,7 @@ Tokens = int | float | torch.Tensor
 def scale_by(
     tokens: Tokens | Sequence[Tokens], ranks: ProcessGroup | DeviceMesh | None = None
 ) -> float:
-    """Return what to multiply sums of losses by, so that averaged gradients are exact per token.
-
-        scale = scale_by([labels != -100 for labels in microbatches])      # once a step
-        for labels in microbatches:
-            loss = cross_entropy(model(...), labels, reduction="sum") * scale
-            loss.backward()
+    """Return the factor for sums of losses with which averaged gradients are exact per token.
 
     It is for gradients that are averaged over `ranks`: by `fully_shard`, by
     `DistributedDataParallel`, with accumulation or without. The mean over ranks of the losses so
@@ -64,6 +59,16 @@ def scale_by(
 
     Cost:
         One all_reduce of 16 bytes; for a mesh, one for each axis.
+
+    Example:
+        ```python
+        samples = 1 + dist.get_rank()                        # different numbers of samples
+        x, y = torch.ones(samples, 4), torch.ones(samples, 1)
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(4, 1))
+        scale = dist.scale_by(samples)                       # once per step, on all ranks
+        loss = torch.nn.functional.mse_loss(ddp(x), y, reduction="sum") * scale
+        loss.backward()                                      # of the mean over all samples
+        ```
     """
     each = tokens if isinstance(tokens, Sequence) else [tokens]
     seen = sum(map(_count, each))

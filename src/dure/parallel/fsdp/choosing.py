@@ -38,6 +38,13 @@ def strategy(name: str) -> Iterator[None]:
 
     Raises:
         UsageError: No such strategy. `fully_shard` raises where "shared" cannot be.
+
+    Example:
+        ```python
+        net = torch.nn.Linear(4, 2)
+        with fsdp.strategy("gathered"):
+            fsdp.fully_shard(net)
+        ```
     """
     token = _forced.set(_checked(name))
     try:

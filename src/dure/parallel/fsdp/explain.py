@@ -100,6 +100,14 @@ def explain(model: nn.Module) -> Sharding:
 
     Raises:
         ModuleError: Nothing of the model is sharded.
+
+    Example:
+        ```python
+        net = torch.nn.Linear(4, 2)
+        fsdp.fully_shard(net)
+        sharding = fsdp.explain(net)
+        assert sharding.groups[0].strategy == "shared"       # ranks on one host, CPU parameters
+        ```
     """
     states = states_in(model, "fsdp.explain")
     names = names_of(model)

@@ -34,10 +34,6 @@ __all__ = ["follow"]
 def follow(model: nn.Module) -> Iterator[None]:
     """Let ranks make different numbers of forwards in a block, without gradients.
 
-        with fsdp.follow(model), torch.no_grad():
-            while not done(tokens):
-                tokens = append(tokens, model(tokens))
-
     A rank that leaves the loop waits at the end of the block for the others, and follows them.
 
     Args:
@@ -56,6 +52,15 @@ def follow(model: nn.Module) -> Iterator[None]:
 
     Cost:
         An all_reduce of 4 n bytes per forward, on n ranks.
+
+    Example:
+        ```python
+        net = torch.nn.Linear(4, 2)
+        fsdp.fully_shard(net)
+        with fsdp.follow(net), torch.no_grad():
+            for _ in range(1 + dist.get_rank()):             # a different number on each rank
+                net(torch.ones(1, 4))
+        ```
     """
     states = states_in(model, "follow")
     if any(state.announce is not None for state in states):
