@@ -169,16 +169,20 @@ def _conditions(name: str) -> tuple[str, list[dict[str, Any]]]:
     return f"{machine['Processor']}, {cores} cores, {found['when']}.", found["rows"]
 
 
-def render_beside(*parts: str) -> list[str]:
-    """Compare Dure with torch.distributed; of several parts the later ones are of Dure alone."""
+def render_beside(part: str, alone: tuple[str, str] | None = None) -> list[str]:
+    """Compare Dure with torch.distributed, in turn; `alone`: the parts in which each was alone."""
     when, rows = _conditions("side_by_side")
     found = {(r["part"], r["case"], r["library"]): r["median_s"] for r in rows}
-    heads = ["", "torch", "Dure", "Dure / torch", *["Dure alone"] * (len(parts) - 1)]
+    what = ("torch", "Dure", "Dure / torch")
+    ways = ("",) if alone is None else (", alone", ", in turn")
+    heads = ["", *(f"{each}{way}" for way in ways for each in what)]
     out: list[list[str]] = []
-    for case in dict.fromkeys(r["case"] for r in rows if r["part"] == parts[0]):
-        rival, mine = (found.get((parts[0], case, name)) for name in ("torch", "dure"))
-        alone = [shown(found.get((part, case, "dure"))) for part in parts[1:]]
-        out.append([case, shown(rival), shown(mine), ratio(mine, rival), *alone])
+    for case in dict.fromkeys(r["case"] for r in rows if r["part"] == part):
+        cells = [case]
+        for torch_in, dure_in in (*([alone] if alone is not None else []), (part, part)):
+            rival, mine = found.get((torch_in, case, "torch")), found.get((dure_in, case, "dure"))
+            cells += [shown(rival), shown(mine), ratio(mine, rival)]
+        out.append(cells)
     return [when, "", *table(heads, out)]
 
 
@@ -206,7 +210,7 @@ RENDERED: dict[str, Callable[[], list[str]]] = {
     "training": render_training,
     "tensors": partial(render_beside, TENSORS),
     "checkpoint": partial(render_beside, CHECKPOINT),
-    "rpc": partial(render_beside, RPC, "rpc alone"),
+    "rpc": partial(render_beside, RPC, (f"{RPC}, torch alone", f"{RPC}, Dure alone")),
 }
 
 

@@ -7,7 +7,7 @@ For each case the libraries take turns, a fifth of a second of calls each. A fig
 the turns, with half the distance between their quartiles. `performance.py` makes tables of
 docs/performance.md from the file.
 
-TensorPipe's processes poll while they wait, also for their turn: `rpc alone` measures Dure without.
+TensorPipe's processes poll while they wait, also for their turn, so RPC is measured alone, too.
 The machine must be quiet, and have 4 GiB of memory free.
 """
 
@@ -30,7 +30,8 @@ from dure.cli.machine import conditions
 RANK = str(Path(__file__).with_name("side_by_side_rank.py"))
 PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rpc": ("rpc", ("torch", "dure")),
-    "rpc alone": ("rpc", ("dure",)),
+    "rpc, torch alone": ("rpc", ("torch",)),
+    "rpc, Dure alone": ("rpc", ("dure",)),
     "tensors": ("tensors", ("torch", "dure")),
     "checkpoint": ("checkpoint", ("torch", "dure")),
 }
