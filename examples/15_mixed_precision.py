@@ -2,7 +2,7 @@
 
 float16 has few exponents: gradients underflow, so the loss is multiplied by a scale first, and a
 scale that is too large overflows. A step with an inf in it must be skipped, *by all ranks*, or
-their models and scales part for good. `dure.GradScaler` agrees about it in one message of 88 bytes.
+their models and scales part for good. `dure.GradScaler` agrees about it in one message of 96 bytes.
 Here the last rank has such an overflow on purpose, in a parameter that DDP does not average.
 
 bfloat16 has the exponents of float32: no scale is needed. `dure.MixedPrecision` lets DDP compute

@@ -71,7 +71,8 @@ def view(
 def _require_server() -> None:
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         raise UsageError(
-            "the page needs starlette and uvicorn", fix="Install them: pip install 'dure[page]'"
+            "the page needs starlette and uvicorn",
+            fix="Install them: pip install '.[page]' in the checkout of Dure.",
         )
 
 

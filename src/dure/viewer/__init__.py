@@ -4,7 +4,7 @@
 `dure.trace` has read; `access` (authorization); `server`; `__main__` (the process of a run's
 page); `static` (the page itself, and uPlot, a chart library under the MIT licence, unchanged).
 
-The server needs starlette and uvicorn, which `pip install dure[page]` brings.
+The server needs starlette and uvicorn, which the extra `page` brings.
 
 Internal: programs start it with `dure run --page`.
 """
