@@ -1,6 +1,6 @@
 # `make demo` and `make test` set up everything in .venv first, and only once: see scripts/setup.
 # What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS, KILLS, STOPS, DRILL_ARGS,
-# STRESS_ARGS, MUTANTS_ARGS, NATIVE.
+# STRESS_ARGS, MUTANTS_ARGS, CLIENTS, NATIVE.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -22,7 +22,7 @@ NATIVE_SOURCES := CMakeLists.txt src/dure/version.py scripts/build_version.py $(
 SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml \
     docs csrc $(PYTHON_TREES)
 
-.PHONY: help demo test drill stress mutants kills pictures docs native-build native-test lint format wheel wheel-pure \
+.PHONY: help demo test drill stress mutants kills clients pictures docs native-build native-test lint format wheel wheel-pure \
     wheel-test setup clean
 
 help: ## show this list
@@ -48,6 +48,11 @@ mutants: $(STAMPS)/package $(STAMPS)/test ## put each fault of tests/mutants int
 kills: $(STAMPS)/package $(STAMPS)/test ## kill 500 random processes of jobs (KILLS=500), end 100 jobs (STOPS=100)
 	@$(BIN)/python -m drills --kills $(KILLS) $(DRILL_ARGS)
 	@$(BIN)/python -m drills --stops $(STOPS) $(DRILL_ARGS)
+
+clients: ## compare programs of Hugging Face, Lightning, ignite and others with Gloo, or CLIENTS="fabric ..."
+	@$(MAKE) --no-print-directory VENV=build/clients build/clients/stamps/package
+	@build/clients/bin/python -m pip install --quiet -c constraints.txt -r tests/clients/requirements.txt
+	@build/clients/bin/python -m tests.clients $(CLIENTS)
 
 native-build: $(STAMPS)/venv ## build the C++ tests, plain and under the sanitizers, or NATIVE="plain thread"
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test --build $(NATIVE)

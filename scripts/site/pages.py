@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = [
     *sorted((ROOT / "examples").glob("*.py")),
     *(ROOT / f"examples/llm/{name}.py" for name in ("train", "model")),
+    *sorted((ROOT / "examples/clients").glob("*.py")),
 ]
 # Where a file of the root is found on the site.
 PAGES = {

@@ -41,9 +41,7 @@ class Stage:
     def variables(self, **more: str) -> dict[str, str]:
         told: dict[str, str | None] = {"DURE_LAUNCHER": "a-job", "PYTHONUNBUFFERED": "1"}
         told |= {"RANK": "0", "WORLD_SIZE": "1", "DURE_JOB_KEY_FD": str(self._key)}
-        return (
-            env.child_environment(told | early_variables(self.spec) | dict(self.spec.env)) | more
-        )
+        return env.child_environment(told | early_variables(self.spec) | dict(self.spec.env)) | more
 
     def start(self, *, forked: bool = True, **more: str) -> RankProcess:
         zygote = self.zygote if forked else None
