@@ -75,6 +75,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     weight = 3 if source.startswith("reference/") else SEARCHED.get(source)
     if weight is not None:
         page.meta.setdefault("search", {"boost": weight})
+    if source.startswith("ko/"):
+        page.meta.setdefault("search", {"boost": 0.5})  # a word that both have is an English one
     if page.file.generated_by is not None:
         return markdown
     return _moved(markdown, f"docs/{source}", posixpath.dirname(source))

@@ -28,13 +28,26 @@ FIRST = {
     "install": "install.html",
     "all_reduce": "reference/collectives.html",
     "environment variable": "reference/environment.html",
+    "교착": "ko/debugging.html",
 }
 
 
-def test_search_finds_the_right_page_first(tmp_path: Path) -> None:
-    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
     subprocess.run(mkdocs, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE_S)
-    start = f"{tmp_path.as_uri()}/index.html"
+    return folder
+
+
+def test_links_from_korean_pages_to_english_ones_are_marked(site: Path) -> None:
+    page = (site / "ko/start.html").read_text()
+    assert '<a hreflang="en" href="../install.html">' in page
+    assert '<a href="concepts.html">' in page
+
+
+def test_search_finds_the_right_page_first(site: Path) -> None:
+    start = f"{site.as_uri()}/index.html"
     first = "a.md-search-result__link"
     found = {}
     with sync_playwright() as playwright:
