@@ -19,7 +19,7 @@ export PYTHON VENV
 PYTHON_TREES := src tests drills scripts $(wildcard examples benchmarks)
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
 NATIVE_SOURCES := CMakeLists.txt src/dure/version.py scripts/build_version.py $(CPP_SOURCES)
-SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml \
+SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md SECURITY.md Makefile pyproject.toml \
     docs csrc $(PYTHON_TREES)
 
 .PHONY: help demo test drill stress mutants kills clients pictures docs native-build native-test lint format wheel wheel-pure \
