@@ -190,10 +190,10 @@ void choose_copies(CopyPlan& plan, int64_t asked, int num_ranks) {
         crossing(plan.staged_message, plan.single_message, kOfferUs + 2 * plan.line_us);
     plan.block_bytes =
         crossing(plan.staged_exchange, times(kFavour, plan.single_exchange), kBarrierUs);
-    plan.shared_bytes =
-        num_ranks == 2 ? plan.block_bytes
-                       : crossing(plan.staged_exchange,
-                                  times(2 * (n - 1) / n, plan.single_exchange), kBarrierUs);
+    plan.shared_bytes = num_ranks == 2
+                            ? plan.block_bytes
+                            : crossing(plan.staged_exchange,
+                                       times(2 * (n - 1) / n, plan.single_exchange), kBarrierUs);
 }
 
 }  // namespace dure

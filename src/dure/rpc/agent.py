@@ -254,7 +254,7 @@ class RpcAgent:
 
         Args:
             to: The receiver; if it is gone, nothing is sent.
-            topic: What it is about: `REFERENCES`, `GRADIENTS` or `MADE`.
+            topic: `REFERENCES`, `GRADIENTS` or `MADE`.
             body: The report.
             hurry: Whether it is sent at once, or with the next message or a little later.
         """
