@@ -95,14 +95,16 @@ class _StandIn:
     """The replacement of Gloo by Dure in one process.
 
     Args:
-        announce: Whether rank 0 prints a line when it makes its first group.
+        announce: Whether rank 0 prints a line when it makes its first group, and one when a group
+            first keeps torch's Gloo.
 
     Attributes:
-        announce: Whether rank 0 will print that line.
+        announce: The same, and may be changed.
     """
 
     def __init__(self, announce: bool) -> None:
         self.announce = announce
+        self._said = set[str]()
         self._torchs_function = getattr(_torch, _MAKES_GROUPS)
         self._signature = inspect.signature(self._torchs_function)
 
@@ -126,7 +128,7 @@ class _StandIn:
         names = set(backends.get_device_backend_map().values())
         if names != {GLOO}:
             if GLOO in names and env.text("RANK", "0") == "0":
-                self._say(f"{wanted} keeps torch's gloo: Dure replaces groups of gloo alone")
+                self._say("kept", f"{wanted} keeps torch's gloo: Dure replaces gloo alone")
             return self._torchs_function(*call.args, **call.kwargs)
         call.arguments["backend"] = _torch.Backend(_AS_GLOO)
         group, store = self._torchs_function(*call.args, **call.kwargs)
@@ -142,15 +144,17 @@ class _StandIn:
         group = create(options, backend_options, GLOO)
         if group.ours.global_ranks[group.rank()] == 0:
             self._say(
+                "replaced",
                 f"Dure replaces gloo: {group.size()} ranks over {group.ours.name()} "
-                "(DURE_STAND_IN_QUIET=1 hides this line)"
+                "(DURE_STAND_IN_QUIET=1 hides this line)",
             )
         return group
 
-    def _say(self, text: str) -> None:
-        if self.announce:
+    def _say(self, event: str, text: str) -> None:
+        """Print a line about the first event of its kind."""
+        if self.announce and event not in self._said:
+            self._said.add(event)
             print(f"[dure] {text}", file=sys.stderr, flush=True)
-            self.announce = False
 
 
 def _create_torch_gloo(options: Any, backend_options: object = None) -> Any:
