@@ -76,7 +76,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     if weight is not None:
         page.meta.setdefault("search", {"boost": weight})
     if source.startswith("ko/"):
-        page.meta.setdefault("search", {"boost": 0.5})  # a word that both have is an English one
+        page.meta.setdefault("search", {"boost": 0.1})  # English words: English pages first
     if page.file.generated_by is not None:
         return markdown
     return _moved(markdown, f"docs/{source}", posixpath.dirname(source))

@@ -28,6 +28,7 @@ FIRST = {
     "install": "install.html",
     "all_reduce": "reference/collectives.html",
     "environment variable": "reference/environment.html",
+    "torchrun": "migration.html",
     "교착": "ko/debugging.html",
 }
 
