@@ -1,4 +1,4 @@
-"""Dure: distributed training for PyTorch that tells you which rank went wrong, and where.
+"""Dure: distributed training for PyTorch that shows which rank went wrong, and where.
 
 `import dure as dist` gives the names, arguments and meaning of torch.distributed. The package
 stays light: a public name is listed below with the module that is its one home, and that module is

@@ -90,7 +90,7 @@ def app_of(wanted: str | None) -> typer.Typer:
     import typer  # lazy: 35 ms, and `dure run` does not need it
 
     app = typer.Typer(
-        help="Distributed training for PyTorch that tells you which rank went wrong, and where.",
+        help="Distributed training for PyTorch that shows which rank went wrong, and where.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -1,6 +1,6 @@
 """Streams beside that of the computation, on devices that have streams.
 
-What FSDP copies and reduces has streams of its own, so that it runs while modules compute:
+FSDP copies and reduces in streams of its own, while modules compute:
 
     gather stream   copy shards in, all_gather --+
     computation                                  +-- copy out, compute, copy gradients in --+

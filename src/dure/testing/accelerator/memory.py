@@ -41,7 +41,7 @@ _set: Any = torch.ops.aten.set_.source_Storage_storage_offset
 _addresses = itertools.count(_FIRST_ADDRESS, 1 << 40)
 
 
-class _Block:
+class _HostBlock:
     """Memory of one allocation.
 
     Attributes:
@@ -72,7 +72,7 @@ class Backing:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.block = _Block(nbytes)
+        self.block = _HostBlock(nbytes)
 
     def install(self, storage: Any) -> None:
         """Become the memory of `storage`."""
@@ -96,7 +96,7 @@ class Backing:
         """Free the memory, and allocate other memory with the values that fit."""
         kept = min(size, self.nbytes())
         if size != self.nbytes():
-            old, self.block = self.host_bytes, _Block(size)
+            old, self.block = self.host_bytes, _HostBlock(size)
             new = self.host_bytes
             if kept:
                 current_stream().add(lambda: new[:kept].copy_(old[:kept]))

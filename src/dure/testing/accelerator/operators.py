@@ -138,7 +138,7 @@ def _like(shapes: Any, results: list[_Result]) -> Any:
 
 
 def _run_now(func: Any, compute: Any, args: Any, kwargs: Any) -> Any:
-    """Block the host until the inputs are there, and compute."""
+    """Block the host until the inputs are ready, and compute."""
     current_stream().synchronize()
     values = compute(*_to_host(args), **_to_host(kwargs))
     results = _results(func, values, args, kwargs)
@@ -175,7 +175,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], object]) -> Any:
 
 
 def _to_host(value: Any) -> Any:
-    """Return operands as tensors on the CPU; of those that are there already, today's values."""
+    """Return operands as tensors on the CPU; of those that are on the CPU already, their present values."""
     return _mapped(value, lambda t: on_host(t) if is_on_device(t) else t.clone())
 
 

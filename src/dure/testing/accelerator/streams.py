@@ -1,7 +1,7 @@
 """Streams whose work runs when something waits for it.
 
 Work is queued, and runs in the order of its stream when the host, or another stream's work, waits
-for it. What may run next is drawn by a seed:
+for it. A seed draws the work that runs next:
 
 * without a seed, only what a wait needs: work is as late as it can be;
 * with one, other streams' work may run before it, and work may run as soon as it is queued.
@@ -59,8 +59,8 @@ class _Work(NamedTuple):
         return self.stream is None or self.stream.num_run >= self.place
 
 
-class _Freed(NamedTuple):
-    """Freed memory: what overwrites it, and the places that must be reached before."""
+class _FreedMemory(NamedTuple):
+    """Freed memory: the function that overwrites it, and the places that must be reached before."""
 
     overwrite: Callable[[], object]
     places: tuple[tuple[Stream, int], ...]
@@ -125,7 +125,7 @@ class Stream(torch.Stream):
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.num_queued = self.num_run = 0
         self._queue: deque[_Work] = deque()
-        self._freed: deque[_Freed] = deque()
+        self._freed: deque[_FreedMemory] = deque()
         _streams[self.stream_id] = self
 
     def add(
@@ -149,7 +149,7 @@ class Stream(torch.Stream):
         anywhere.
         """
         places = tuple((stream, stream.num_queued) for stream in used_in)
-        self._freed.append(_Freed(overwrite, places))
+        self._freed.append(_FreedMemory(overwrite, places))
 
     def allocate(self) -> None:
         """Overwrite what was freed, as if it were given to a tensor that is allocated now."""
