@@ -175,7 +175,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], object]) -> Any:
 
 
 def _to_host(value: Any) -> Any:
-    """Return operands as tensors on the CPU; of those that are on the CPU already, their present values."""
+    """Return operands as tensors on the CPU; of those that are on it, their present values."""
     return _mapped(value, lambda t: on_host(t) if is_on_device(t) else t.clone())
 
 
