@@ -139,7 +139,7 @@ def ways_of(recipe: Recipe) -> list[Way]:
     if recipe.starts_ranks:
         return [Way("gloo", target), *(Way(_BY_CHOICE[c], (*target, c)) for c in recipe.choices)]
     run = ("-m", "dure.run", f"--nproc={recipe.nproc}", "--prefix=none", "--no-fold")
-    launchers = {"": run}
+    launchers: dict[str, tuple[str, ...]] = {"": run}
     if recipe.torchrun:
         torchrun = ("-m", "torch.distributed.run", f"--nproc-per-node={recipe.nproc}")
         launchers[" under torchrun"] = torchrun
