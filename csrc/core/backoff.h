@@ -26,9 +26,9 @@ namespace dure {
 
 constexpr int64_t kShortestSliceNs = 4'000'000, kLongestSliceNs = 20'000'000;
 
-// How long a rank that has waited for `waited_ns` sleeps before it looks for a reason not to go on:
-// a death of a peer is noticed so late. The longer it has waited, the less often it looks; a second
-// of looking every 4 ms takes 3 ms of a core.
+// How long a rank that has waited for `waited_ns` sleeps until it next checks for a reason to stop
+// waiting. A peer's death is noticed up to that much later. Checks become rarer with the wait: every
+// 4 ms, they take 3 ms of a core per second.
 inline int64_t slice_ns(int64_t waited_ns) {
     return std::clamp(waited_ns / 64, kShortestSliceNs, kLongestSliceNs);
 }

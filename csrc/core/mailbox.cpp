@@ -222,7 +222,7 @@ void Mailbox::background() {
         work_.wait(hold, [this] { return stopping_ || !handed_.empty(); });
         if (stopping_) return;
         hold.unlock();
-        rest(nullptr, 0);
+        rest(nullptr, 0);  // the shortest slices: a new request does not wake this thread
         hold.lock();
     }
 }

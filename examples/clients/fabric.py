@@ -19,7 +19,7 @@ def shard(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> torch.n
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -44,7 +44,7 @@ for name, strategy in strategies.items():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(fabric.all_reduce(loss.detach(), reduce_op="mean").item())
-    weights = sum(whole(p).double().abs().sum().item() for p in model.parameters())
+    weights = sum(full(p).double().abs().sum().item() for p in model.parameters())
     ranks = fabric.all_gather(torch.tensor(fabric.global_rank)).flatten().tolist()
     if fabric.global_rank == 0:
         print(name, "losses", *losses, "weights", weights, "ranks", *ranks)

@@ -41,7 +41,7 @@ class Regression(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -68,7 +68,7 @@ for strategy in (
     module = Regression()
     loader = DataLoader(dataset, batch_size=6)
     trainer.fit(module, loader, DataLoader(dataset, batch_size=6))
-    weights = sum(whole(p).double().abs().sum().item() for p in module.parameters())
+    weights = sum(full(p).double().abs().sum().item() for p in module.parameters())
     if trainer.is_global_zero:
         print(type(strategy).__name__, "weights", weights)
         for name, value in sorted(trainer.callback_metrics.items()):

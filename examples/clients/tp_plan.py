@@ -35,14 +35,14 @@ expected = one(input_ids=rows, labels=rows)
 expected.loss.backward()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 with torch.no_grad():
-    torch.testing.assert_close(whole(results.logits), expected.logits)
+    torch.testing.assert_close(full(results.logits), expected.logits)
     for (name, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
-        gradient = whole(p.grad)
+        gradient = full(p.grad)
         if gradient.shape == q.grad.shape:
             torch.testing.assert_close(gradient, q.grad, msg=name)
 tokens = model.generate(rows[:1], max_new_tokens=8, do_sample=False)

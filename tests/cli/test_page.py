@@ -23,7 +23,7 @@ def test_missing_server_is_one_line_with_what_to_install(
     assert run_command_line(words) == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1
-    assert "pip install '.[page]'" in told[0]
+    assert told[0].endswith("Install them: pip install '.[page]' in the checkout of Dure.")
 
 
 def test_rows_have_state_step_and_last_line() -> None:
