@@ -337,6 +337,10 @@ class GroupCore:
 
     # ---------------------------------------------------------------- how an operation is run
 
+    def orders_by_stream(self, device_type: str) -> bool:
+        """Return whether operations on such tensors run in a stream, in the order of the calls."""
+        return getattr(self._backends.get(device_type), "in_stream", False)
+
     def together(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
         """Start the asynchronous messages of the block, on `tensors`, as one batch."""
         in_stream = {d: b for d, b in self._backends.items() if getattr(b, "in_stream", False)}

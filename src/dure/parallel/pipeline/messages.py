@@ -15,6 +15,12 @@ header says what does come:
 
 A description is sent once a wire: the header then names it by its number. So shapes may change from
 microbatch to microbatch, at the price of receives that are posted when the header has come.
+
+Note "Streams". NCCL runs the messages of two ranks in the order of their launches and ignores their
+tags, and a message holds up those launched after it until both ends have launched it. So
+activations that a rank sends would wait behind a receive of gradients that its peer sends later.
+Where a backend does so, messages to higher ranks and to lower ranks are on different channels of
+the group, and headers are CPU messages.
 """
 
 from __future__ import annotations
@@ -134,7 +140,10 @@ class StageTransfers:
         microbatches: int,
         device: torch.device,
     ) -> None:
-        self._group, self._placement, self._microbatches = group, placement, microbatches
+        self._placement, self._microbatches = placement, microbatches
+        # Note "Streams" in the text of this module.
+        in_stream = group.orders_by_stream(device.type)
+        self._group, self._down = group, group.channel(1) if in_stream else group
         self._device = device
         self.header_device = torch.device("cpu") if "cpu" in group.device_types else device
         self._wires: dict[tuple[int, Kind, bool], _Wire] = {}
@@ -155,6 +164,10 @@ class StageTransfers:
     def _tag(self, transfer: Action) -> int:
         line = transfer.stage * 2 + (transfer.kind is Kind.SEND_F)
         return FIRST_TAG + 2 * (line * self._microbatches + _microbatch(transfer))
+
+    def _between(self, sender: int, receiver: int) -> ProcessGroup:
+        """Return the channel for messages of one rank to another."""
+        return self._group if sender < receiver else self._down
 
     def _receiver(self, transfer: Action) -> int:
         return self._placement[transfer.other_end.stage]
@@ -203,7 +216,7 @@ class StageTransfers:
             self._send(message.to(self.header_device), to, tag)
 
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        work = self._group.send(tensor, to, tag, async_op=True)
+        work = self._between(self._group.rank(), to).send(tensor, to, tag, async_op=True)
         assert work is not None
         self._sends.append((work, tensor))
 
@@ -219,8 +232,11 @@ class StageTransfers:
         tag, source = self._tag(transfer), self._placement[transfer.stage]
         header = torch.empty(2, dtype=torch.int64, device=self.header_device)
         room = [t.empty(self._device) for t in self._wire(transfer).expect(_microbatch(transfer))]
-        works = [self._group.irecv(tensor, source, tag) for tensor in (header, *room)]
+        works = [self._receive(tensor, source, tag) for tensor in (header, *room)]
         self._posted[transfer] = Incoming(header, works, room)
+
+    def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
+        return self._between(source, self._group.rank()).irecv(tensor, source, tag)
 
     def take(self, transfer: Action) -> PackedPytree:
         """Wait for a transfer whose receives were posted; return what came.
@@ -239,7 +255,7 @@ class StageTransfers:
             tag, source = self._tag(transfer) + 1, self._placement[transfer.stage]
             for each in layout.tensors[len(incoming.late) :]:
                 tensor = each.empty(self._device)
-                incoming.late.append((tensor, self._group.irecv(tensor, source, tag)))
+                incoming.late.append((tensor, self._receive(tensor, source, tag)))
             for _, work in incoming.late:
                 work.wait()
             tensors = [tensor for tensor, _ in incoming.late]
@@ -265,7 +281,7 @@ class StageTransfers:
         if incoming.description is None:
             data = torch.empty(nbytes, dtype=torch.uint8, device=self.header_device)
             source, tag = self._placement[transfer.stage], self._tag(transfer) + 1
-            incoming.description = data, self._group.irecv(data, source, tag)
+            incoming.description = data, self._receive(data, source, tag)
         data, work = incoming.description
         work.wait()
         return pickle.loads(data.cpu().numpy().tobytes())

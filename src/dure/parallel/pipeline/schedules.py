@@ -15,6 +15,7 @@ import torch
 
 from dure.errors import ModuleError, UsageError
 from dure.parallel.pipeline.executor import Batch, Executor, LossFn, PipelineOptions
+from dure.parallel.pipeline.launch_order import check_launch_order
 from dure.parallel.pipeline.microbatch import (
     TensorChunkSpec,
     merge_chunks,
@@ -158,6 +159,8 @@ class PipelineSchedule:
             )
         validate(schedule)
         prove_no_deadlock(schedule)
+        if self._group.orders_by_stream(self._stages[0].device.type):
+            check_launch_order(schedule, type(self).__name__, self._group.device_types)
         self.pipeline_order_with_comms = {
             rank: schedule.actions(rank) for rank in range(len(schedule.ranks))
         }
