@@ -61,7 +61,7 @@ def check_launch_order(schedule: Schedule, op: str, device_types: Collection[str
 
 
 def _used(actions: Iterable[Action]) -> list[Action]:
-    """Return the sends whose messages a rank's computations use, in that order."""
+    """Return the sends, in the order in which the computations of a rank use the messages."""
     found: list[Action] = []
     for action in actions:
         if action.kind is Kind.FORWARD:
