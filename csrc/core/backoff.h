@@ -27,8 +27,8 @@ namespace dure {
 constexpr int64_t kShortestSliceNs = 4'000'000, kLongestSliceNs = 20'000'000;
 
 // How long a rank that has waited for `waited_ns` sleeps until it next checks for a reason to stop
-// waiting. A peer's death is noticed up to that much later. Checks become rarer with the wait: every
-// 4 ms, they take 3 ms of a core per second.
+// waiting. A peer's death is noticed up to that much later. Checks become rarer with the wait:
+// every 4 ms, they take 3 ms of a core per second.
 inline int64_t slice_ns(int64_t waited_ns) {
     return std::clamp(waited_ns / 64, kShortestSliceNs, kLongestSliceNs);
 }
