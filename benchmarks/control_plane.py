@@ -132,8 +132,14 @@ def agents(words: argparse.Namespace) -> None:
     print(json.dumps({"started_s": started_s, "settled_s": settled_s, "renewal_s": Timed.worst_s}))
 
 
-def measure(count: int, seconds: float) -> None:
-    """Print one line of the table."""
+def raise_descriptors() -> None:
+    """Let this process have as many descriptors as it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def measure(count: int, seconds: float) -> dict[str, float]:
+    """Return the requests and bytes per host, and the times."""
     key = mint()
     settings = Settings(min_hosts=count, max_hosts=count, run_id="job")
     state = JoinRequest(Joined("", "", 0), b"", settings, elastic=False).state("job")
@@ -147,11 +153,7 @@ def measure(count: int, seconds: float) -> None:
     )
     server.stop()
     each = {name: total / count for name, total in Counting.counts.items()}
-    print(
-        f"| {count} | {each['requests']:.1f} | {each['bytes']:.0f} | {found['started_s']:.2f} s "
-        f"| {found['settled_s']:.2f} s | {found['renewal_s']:.2f} s |",
-        flush=True,
-    )
+    return {**each, **found}
 
 
 def main() -> None:
@@ -163,15 +165,17 @@ def main() -> None:
     parser.add_argument("--endpoint", help=argparse.SUPPRESS)
     parser.add_argument("--key", help=argparse.SUPPRESS)
     words = parser.parse_args()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptors()
     if words.agents:
         agents(words)
         return
     print("| Hosts | Requests per host | Bytes per host | Start | End | Longest renewal |")
     print("| --- | --- | --- | --- | --- | --- |")
     for count in words.hosts:
-        measure(count, words.seconds)
+        found = measure(count, words.seconds)
+        times = (found[name] for name in ("started_s", "settled_s", "renewal_s"))
+        cells = [str(count), f"{found['requests']:.1f}", f"{found['bytes']:.0f}"]
+        print(f"| {' | '.join([*cells, *(f'{took:.2f} s' for took in times)])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from dure.cli.machine import busy_cores, conditions
 
 ROWS = {
     1: "rendezvous",
+    5: "hosts",
+    9: "launch",
 }
 """The modules, by the numbers of their rows in docs/scale.md."""
 
