@@ -6,12 +6,12 @@ join, start a round, renew their leases for three seconds, and report the end at
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import control_plane
+control_plane = importlib.import_module("control_plane")
 
 TITLE = "launchers and leases, hosts of 8 ranks"
 RANKS = (32, 128, 512, 2048)
