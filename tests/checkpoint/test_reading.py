@@ -95,6 +95,7 @@ def test_error_of_the_system_is_raised_and_no_older_checkpoint_taken(
 def test_file_that_becomes_shorter_while_it_is_checked_is_damaged(tmp_path):
     save({"w": torch.ones(1 << 16)}, checkpoint_id=tmp_path)
     mapped = Mapped(tmp_path, catalog_of(tmp_path))
+    mapped.open_all()
     os.truncate(tmp_path / "part-000001-00000.safetensors", 4096)
     with pytest.raises(CheckpointDamaged, match="became shorter"):
         mapped.check([Slice("w", Box((0,), (1 << 16,)))])

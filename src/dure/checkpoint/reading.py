@@ -1,7 +1,8 @@
 """Reading complete checkpoints: are all bytes as written, the contents of one, differences of two.
 
 Slices are checked piece by piece, and tensors are mapped, so reading takes no memory. The ranks
-that load a run share the work: each slice is read and compared with its checksum by one of them.
+that load a run share the work: each slice is read and compared with its checksum by one of them. A
+rank opens the files of its share, and those that have elements of its tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import torch
 
 from dure.checkpoint.catalog import Catalog, catalog_of
 from dure.checkpoint.files import damaged
-from dure.checkpoint.planning import deal
 from dure.checkpoint.slice_files import Slice, SliceFile
 from dure.checkpoint.slices import Box, full_box
 from dure.checkpoint.tree import encode
@@ -28,23 +28,31 @@ _PIECE_ELEMENTS = 1 << 20
 
 
 class Mapped:
-    """The tensors of a checkpoint, mapped from its files, which are then closed.
+    """The tensors of a checkpoint, mapped from its files, which are opened when they are needed.
+
+    A file is closed as soon as it is mapped. All methods but `open_all` open the files of the
+    slices that they are given. A file that is not what the manifest says is a `CheckpointDamaged`;
+    one that cannot be opened or read, a `CheckpointError`.
 
     Args:
         folder: The checkpoint.
         catalog: Its manifest.
-
-    Raises:
-        CheckpointDamaged: A file is not what the manifest says. Tensors are not checked.
-        CheckpointError: A file cannot be opened or read.
     """
 
     def __init__(self, folder: Path, catalog: Catalog) -> None:
         self._folder, self._catalog = folder, catalog
-        self._files = {
-            name: SliceFile(folder / name, layout, stays_open=False).map()
-            for name, layout in catalog.layouts.items()
-        }
+        self._files: dict[str, SliceFile] = {}
+
+    def open_all(self) -> None:
+        """Open every file, and compare its length and header with the manifest."""
+        for name in self._catalog.layouts:
+            self._file(name)
+
+    def _file(self, name: str) -> SliceFile:
+        if name not in self._files:
+            layout = self._catalog.layouts[name]
+            self._files[name] = SliceFile(self._folder / name, layout, stays_open=False).map()
+        return self._files[name]
 
     def check(self, parts: Iterable[Slice]) -> None:
         """Read slices, and compare them with their checksums.
@@ -54,7 +62,7 @@ class Mapped:
             CheckpointError: A file cannot be opened or read.
         """
         for part in parts:
-            fault = _fault(self._catalog, self._files[self._stored_in(part)], part)
+            fault = _fault(self._catalog, self._file(self._stored_in(part)), part)
             if fault:
                 raise damaged(self._folder, fault)
 
@@ -62,7 +70,7 @@ class Mapped:
         return self._catalog.slices[part.name][part.box].file
 
     def _slice(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
-        return self._files[self._stored_in(part)].mapped_slice(part, dtype)
+        return self._file(self._stored_in(part)).mapped_slice(part, dtype)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a full tensor, mapped if it is one slice; its bytes are not checked."""
@@ -112,10 +120,19 @@ def faults(folder: Path, catalog: Catalog) -> list[str]:
 
 
 def share_of(catalog: Catalog, rank: int, num_ranks: int) -> list[Slice]:
-    """Return the slices that one of several ranks is to check, about as many bytes as others."""
-    anybody = list(range(num_ranks))
-    holders = {part: anybody for layout in catalog.layouts.values() for part in layout.begins}
-    return deal(holders, catalog.kinds, num_ranks)[rank]
+    """Return the slices that one of several ranks is to check.
+
+    In the order of the files, each rank gets the slices that begin in its share of the bytes. So
+    the share of a rank is in few files, and every file is in the share of a rank.
+    """
+    total, begin = catalog.num_bytes, 0
+    mine: list[Slice] = []
+    for layout in catalog.layouts.values():
+        for part in layout.begins:
+            if begin * num_ranks // total == rank:
+                mine.append(part)
+            begin += catalog.kinds[part.name].num_bytes(part.box)
+    return mine
 
 
 def differences(first: Path, second: Path) -> list[str]:
@@ -133,6 +150,8 @@ def differences(first: Path, second: Path) -> list[str]:
     """
     a, b = catalog_of(first), catalog_of(second)
     tensors = Mapped(first, a), Mapped(second, b)
+    for mapped in tensors:
+        mapped.open_all()
     found = [f"{name} is in the first only" for name in sorted(a.leaves.keys() - b.leaves.keys())]
     found += [f"{name} is in the second only" for name in sorted(b.leaves.keys() - a.leaves.keys())]
     for name in sorted(a.leaves.keys() & b.leaves.keys()):

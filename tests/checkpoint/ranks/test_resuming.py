@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import dure
 from dure.checkpoint import Checkpointer, PerRank
 from dure.checkpoint.randomness import random_state
+from dure.checkpoint.slice_files import SliceFile
 from dure.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from dure.testing import run_ranks
 
@@ -150,6 +152,38 @@ def _own_batches(rank, folder, steps):
     seen = [batch.tolist() for _, batch in zip(range(steps[rank]), loader, strict=False)]
     checkpoints.save(1, loader=loader)
     return seen
+
+
+def test_load_of_a_divided_model_opens_on_each_rank_only_the_files_that_it_needs(
+    tmp_path, monkeypatch
+):
+    """Files are equally long, so a rank checks the one from which it fills its rows."""
+    opened: dict[int, set[str]] = {}
+    real = SliceFile.__init__
+
+    def noted(file, path, *args, **options):
+        opened.setdefault(threading.get_ident(), set()).add(path.name)
+        real(file, path, *args, **options)
+
+    def body(rank):
+        mesh = dure.init_device_mesh("cpu", (8,))
+        model = nn.Linear(4, 8, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(32.0).view(8, 4))
+        dure.fsdp.fully_shard(model, mesh=mesh)
+        Checkpointer(tmp_path, sharded=True).save(1, model=model)
+        with torch.no_grad():
+            model.weight.to_local().zero_()
+        dure.barrier()
+        if rank == 0:
+            monkeypatch.setattr(SliceFile, "__init__", noted)
+        dure.barrier()
+        Checkpointer(tmp_path, sharded=True).load(model=model)
+        return model.weight.to_local().tolist(), opened[threading.get_ident()]
+
+    for rank, (row, files) in enumerate(run_ranks(8, body)):
+        assert row == [[4 * rank, 4 * rank + 1, 4 * rank + 2, 4 * rank + 3]]
+        assert files == {f"part-000001-{rank:05d}.safetensors"}
 
 
 def test_ranks_with_different_numbers_of_batches_continue_where_each_was(tmp_path):
