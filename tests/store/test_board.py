@@ -52,3 +52,39 @@ def test_append_makes_no_value_that_set_would_refuse(monkeypatch: pytest.MonkeyP
     with pytest.raises(StoreError):
         board.handle(A, StoreRequest("append", ("k",), (b"4",)), 0.0)
     assert board.data == {"k": b"123"}
+
+
+def test_deadlines_of_requests_that_were_answered_are_not_kept() -> None:
+    board = Board()
+    waits = StoreRequest("wait", ("never",), timeout_s=1000.0)
+    board.handle(A, waits, 0.0)
+    for number in range(5000):
+        board.handle(B, StoreRequest("get", ("k",), timeout_s=100.0 + number), 0.0)
+        assert (B, Reply("ok", values=(b"",))) in board.handle(
+            C, StoreRequest("set", ("k",), (b"",)), 0.0
+        )
+        board.handle(C, StoreRequest("delete", ("k",)), 0.0)
+    assert len(board._deadlines) < 100
+    assert board.next_deadline() == 1000.0
+    assert board.expire(999.0) == []
+    assert board.expire(1000.0) == [(A, Reply("timeout", names=("never",)))]
+    assert board.next_deadline() is None
+
+
+def test_the_deadline_of_an_earlier_request_does_not_end_the_next_one() -> None:
+    board = Board()
+    board.handle(A, StoreRequest("wait", ("k",), timeout_s=1.0), 0.0)
+    board.handle(B, StoreRequest("set", ("k",), (b"",)), 0.0)
+    board.handle(A, StoreRequest("wait", ("l",), timeout_s=5.0), 0.0)
+    assert board.expire(2.0) == []
+    assert board.expire(5.0) == [(A, Reply("timeout", names=("l",)))]
+
+
+def test_a_wait_for_several_keys_ends_when_all_are_there_at_once() -> None:
+    board = Board()
+    board.handle(A, StoreRequest("wait", ("k", "l"), timeout_s=5.0), 0.0)
+    assert board.handle(B, StoreRequest("set", ("k",), (b"",)), 0.0) == [(B, Reply("ok"))]
+    assert board.handle(B, StoreRequest("delete", ("k",)), 0.0) == [(B, Reply("ok", 1))]
+    assert board.handle(B, StoreRequest("set", ("l",), (b"",)), 0.0) == [(B, Reply("ok"))]
+    answers = board.handle(B, StoreRequest("set", ("k",), (b"",)), 0.0)
+    assert answers == [(B, Reply("ok")), (A, Reply("ok"))]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import statistics
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,10 @@ from dure.store import rendezvous as module
 from dure.store.builds import Build, own_build
 from dure.store.identity import myself
 from dure.store.rendezvous import Rendezvous, RendezvousMember, rendezvous
-from dure.store.wire import Reply, StoreRequest
 from tests.waiting import until
 
 from .conftest import TIMEOUT, dead_process
+from .counting import CountingStore
 
 BRIEF = timedelta(milliseconds=100)
 
@@ -155,19 +156,6 @@ def test_a_missing_rank_is_named_with_those_who_came() -> None:
         assert f"pid {os.getpid()}" in error.seen
 
 
-class CountingStore(HashStore):
-    """Counts the requests of one rank; all ranks share the keys of `shared`."""
-
-    def __init__(self, shared: HashStore) -> None:
-        super().__init__(TIMEOUT)
-        self._shared = shared
-        self.num_requests = 0
-
-    def _answered(self, request: StoreRequest, patience_s: float) -> Reply | None:
-        self.num_requests += 1
-        return self._shared._answered(request, patience_s)
-
-
 def test_ranks_that_wait_for_a_missing_one_do_not_all_read_all_members(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,6 +176,54 @@ def test_ranks_that_wait_for_a_missing_one_do_not_all_read_all_members(
         assert sum(store.num_requests > 8 for store in stores) == 2
         met([rendezvous(None, world_size - 1, world_size, shared, TIMEOUT)])
         met(waits.result())
+
+
+def stores_of_meeting(world_size: int) -> list[CountingStore]:
+    shared = HashStore(TIMEOUT)
+    stores = [CountingStore(shared) for _ in range(world_size)]
+
+    def join(rank: int) -> Callable[[], Rendezvous]:
+        return lambda: rendezvous(None, rank, world_size, stores[rank], TIMEOUT)
+
+    met(each(*map(join, range(world_size))))
+    return stores
+
+
+def test_requests_and_bytes_of_a_rank_do_not_grow_with_256_ranks_of_one_process() -> None:
+    few, many = stores_of_meeting(16), stores_of_meeting(256)
+    for stores in (few, many):
+        # Generation, member, world size, count, a wait and the outcome. The last rank reads all
+        # members and writes the outcome; the first two may have looked who has come.
+        assert sorted(store.num_requests for store in stores)[: len(stores) - 2] == [6] * (
+            len(stores) - 2
+        )
+    middle = [statistics.median(store.num_bytes for store in stores) for stores in (few, many)]
+    # A number per rank, its process, is in the table, and is compressed.
+    assert middle[1] < middle[0] + 256
+
+
+def test_ranks_that_watch_read_each_member_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WATCH_S", 0.01)
+    world_size = 64
+    shared = HashStore(TIMEOUT)
+    watcher, keys = CountingStore(shared), PrefixStore("dure/store/", shared)
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as pool:
+        waits = first.submit(rendezvous, None, 0, world_size, watcher, TIMEOUT)
+        until(lambda: keys.check(["0/count"]), "the watcher to be the first")
+        stores = [shared] * (world_size - 2)
+        others = [
+            lambda r=r: rendezvous(None, r, world_size, stores[r - 1], TIMEOUT)
+            for r in range(1, world_size - 1)
+        ]
+        all_but_one = pool.submit(each, *others)
+        until(lambda: keys.get("0/count") == b"63", "all but one rank")
+        until(lambda: b"63" and watcher.num_requests > 20, "looks")
+        before, asked = watcher.num_bytes, watcher.num_requests
+        until(lambda: watcher.num_requests > asked + 20, "more looks")
+        looked = watcher.num_bytes - before, watcher.num_requests - asked
+        met([rendezvous(None, world_size - 1, world_size, shared, TIMEOUT)])
+        met([waits.result(), *all_but_one.result()])
+    assert looked[0] < 150 * looked[1]
 
 
 def test_group_names_set_meetings_in_one_store_apart() -> None:

@@ -49,6 +49,45 @@ def test_store_says_which_keys_are_missing(store: TorchStore):
         store.get("gone")
 
 
+def test_a_wait_of_no_time_ends(store: TorchStore):
+    """Torch's own stores of a file and of one process wait without end."""
+    with pytest.raises(StoreTimeout):
+        store.wait(["gone"], timedelta(0))
+
+
+class _Calls:
+    """One of torch's stores; counts the calls of its methods."""
+
+    def __init__(self, store: Any, without: str = ""):
+        self.num, self._store, self._without = 0, store, without
+
+    def __getattr__(self, name: str) -> Any:
+        self.num += 1
+        if name == self._without:
+            raise NotImplementedError
+        return getattr(self._store, name)
+
+
+def test_256_keys_take_one_request_and_missing_ones_two():
+    calls: Any = _Calls(td.HashStore())
+    store, keys = TorchStore(calls), [f"k{number}" for number in range(256)]
+    store.multi_set(keys[:200], [""] * 200)
+    calls.num = 0
+    assert store.multi_get(keys[:200]) == [b""] * 200
+    assert calls.num == 2  # it waits, and reads
+    assert store.missing_keys(keys) == tuple(keys[200:])
+    assert calls.num == 4
+
+
+def test_a_store_that_lists_no_keys_is_asked_few_times_for_a_missing_one():
+    calls: Any = _Calls(td.HashStore(), "list_keys")
+    store, keys = TorchStore(calls), [f"k{number}" for number in range(256)]
+    store.multi_set([*keys[:70], *keys[71:]], [""] * 255)
+    calls.num = 0
+    assert store.missing_keys(keys) == ("k70",)
+    assert calls.num < 40  # eight halvings
+
+
 def test_arguments_of_the_wrong_type_are_refused(store: TorchStore):
     store.multi_set(["a", "b"], ["1", "2"])
     wrong: Any = store

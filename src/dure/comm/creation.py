@@ -5,22 +5,30 @@ kind of device. Any number of groups is made in one exchange:
 
 1. each rank writes an entry for each group that it is a member of: its arguments, its line of the
    program, and the offers of its backends (backends/registry.py): one visit to the store;
-2. it waits until all members of these groups have written, and reads: two visits;
-3. members with different arguments all raise the same `Desync`, with the entries of all;
-4. the backends of all groups are connected, and then completed, in the order given.
+2. it counts itself in each group (store/gathering.py): one visit each. The last member of a group
+   compares the entries and publishes the offers; if the entries differ, all of them;
+3. it waits until that is published for all of these groups, and reads it: two visits;
+4. members with different arguments all raise the same `Desync`, with the entries of all;
+5. the backends of all groups are connected, and then completed, in the order given.
 
-Ranks that wait for a member here check regularly whether its process still lives. The keys of a
-group are removed when all its members have left it (`forget_keys`).
+Each group is published as soon as all its members have called. Of the ranks that wait for a member
+the first two of each host check regularly whether the processes of that host still live, and report
+one that has ended to all. The keys of a group are removed when all its members have left it
+(`forget_keys`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import operator
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
@@ -45,15 +53,23 @@ from dure.errors import (
 )
 from dure.store.base import Store
 from dure.store.builds import Build, own_build, require_one_build
-from dure.store.identity import alive, myself
+from dure.store.gathering import Gathering, wait_for_summaries
+from dure.store.identity import Identity, alive, myself
+from dure.store.members import MemberTable
 from dure.store.prefix import PrefixStore
-from dure.store.rendezvous import Rendezvous, RendezvousMember
+from dure.store.rendezvous import Rendezvous
 from dure.trace.ring import call_site
 
 default_pg_timeout = timedelta(minutes=30)
 """How long an operation waits for its peers by default."""
 
 _LOOK_S = 0.05
+_LONGEST_LOOK_S = 1.0
+_WATCHERS = 2
+"""How many ranks of a host watch its processes while a group is created."""
+
+_LISTED = 64
+"""How many ranks of a group a message lists."""
 
 RENDEZVOUS_LIMIT = timedelta(minutes=5)
 """How long group creation waits for members by default."""
@@ -84,9 +100,9 @@ def create_groups(
         All members of each group call, in one call or several, in the same order of groups.
 
     Cost:
-        3 visits to the store, and those of backends without an `Opening`.
+        3 visits to the store, one more per group, and those of backends without an `Opening`.
     """
-    members = () if world.rendezvous is None else world.rendezvous.members
+    members = None if world.rendezvous is None else world.rendezvous.members
     alone = world.rendezvous is not None and world.rendezvous.alone
     creations = [
         _GroupCreation(spec, my_global_rank, store, members, world.eager_bytes, alone)
@@ -106,7 +122,7 @@ def create_groups(
             creation.connect()
         groups = [creation.complete() for creation in creations]
         for group, spec in zip(groups, specs, strict=True):
-            report_group(group, spec, members)
+            report_group(group, spec, members or ())
     except BaseException:
         for creation in creations:
             creation.withdraw()
@@ -132,6 +148,48 @@ class _MemberEntry(msgspec.Struct, array_like=True, frozen=True):
     without_engine: str = ""
 
 
+class _GroupSummary(msgspec.Struct, array_like=True, frozen=True):
+    """What the members of a group read of each other.
+
+    Attributes:
+        offers: By backend and rank, without those that are empty. Of members that agree.
+        entries: Of all members that do not agree.
+        lost: The member whose process has ended; -1 if there is none.
+    """
+
+    offers: dict[str, dict[int, bytes]] = {}
+    entries: list[_MemberEntry] = []
+    lost: int = -1
+
+
+_pack = msgspec.msgpack.encode
+_read_entry = msgspec.msgpack.Decoder(_MemberEntry).decode
+_read_summary = msgspec.msgpack.Decoder(_GroupSummary).decode
+
+
+def _summarize(packed: Sequence[bytes]) -> bytes:
+    """Compare the entries of all members; return what they need to read."""
+    entries = [_read_entry(each) for each in packed]
+    if len({(entry.description, entry.build) for entry in entries}) > 1:
+        return _pack(_GroupSummary(entries=entries))
+    offers: dict[str, dict[int, bytes]] = {name: {} for name in entries[0].offers}
+    for rank, entry in enumerate(entries):
+        for name, offer in entry.offers.items():
+            if offer:
+                offers[name][rank] = offer
+    return _pack(_GroupSummary(offers))
+
+
+def _listed_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text that differs for different ranks, and is short for any number."""
+    if len(ranks) <= _LISTED:
+        return str(list(ranks))
+    some, half = list(ranks), _LISTED // 2
+    digest = hashlib.blake2b(array("q", some).tobytes(), digest_size=8).hexdigest()
+    first, last = (", ".join(map(str, each)) for each in (some[:half], some[-half:]))
+    return f"[{first}, ..., {last}] ({len(some)} ranks, digest {digest})"
+
+
 class _GroupCreation:
     """One rank's part of a group that is being created."""
 
@@ -140,36 +198,37 @@ class _GroupCreation:
         spec: GroupSpec,
         my_global_rank: int,
         store: Store,
-        members: Sequence[RendezvousMember],
+        members: MemberTable | None,
         eager_bytes: int | None,
         alone: bool,
     ) -> None:
         self.alone = alone  # the other ranks do not exist
         self.spec, self.rank = spec, spec.global_ranks.index(my_global_rank)
         self._store, self._members, self._eager_bytes = store, members, eager_bytes
-        self.watched = WatchedStore(store, spec, members)
+        self.watched = WatchedStore(store, spec, members, self.rank)
         self._openings: dict[str, Opening] = {}
         self._options: dict[str, BackendOptions] = {}
         self._built: dict[str, Backend] = {}
         self._group: ProcessGroup | None = None
-        self.entries: list[_MemberEntry] = []
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys of its members' entries, by group rank."""
-        return [f"group/{self.spec.name}/member/{r}" for r in range(len(self.spec.global_ranks))]
+        self._offers: dict[str, dict[int, bytes]] = {}
+        self._entries: list[_MemberEntry] = []
+        self._look_s = 0.0
+        size = len(spec.global_ranks)
+        self.gathering = Gathering(store, f"group/{spec.name}", self.rank, size, _summarize)
 
     @property
     def description(self) -> str:
         options = self.spec.pg_options
         verify = options.get("verify") if isinstance(options, Mapping) else None
         compares = "" if verify is None else f", verify={verify}"
-        return f"ranks {list(self.spec.global_ranks)}, backend {self.spec.backend!r}{compares}"
+        ranks = _listed_ranks(self.spec.global_ranks)
+        return f"ranks {ranks}, backend {self.spec.backend!r}{compares}"
 
     def open(self) -> None:
         names = dict.fromkeys(parse_backend(self.spec.backend).values())
         if self._members:  # a group of the plug-in has torch's options
             check_pg_options(names, self.spec.pg_options)
+        ranks, members = self.spec.global_ranks, self._members
         for name in names:
             if self.alone and name != "fake":
                 raise UsageError(
@@ -182,13 +241,11 @@ class _GroupCreation:
             options = self._options[name] = BackendOptions(
                 store=PrefixStore(name, self.watched),
                 rank=self.rank,
-                size=len(self.spec.global_ranks),
-                global_ranks=self.spec.global_ranks,
+                size=len(ranks),
+                global_ranks=ranks,
                 timeout=self.spec.timeout,
                 name=self.spec.name,
-                hosts=tuple(self._members[r].host_id for r in self.spec.global_ranks)
-                if self._members
-                else (),
+                hosts=() if members is None else members.host_ids(ranks),
                 device_id=self.spec.device_id,
                 eager_bytes=self._eager_bytes,
                 pg_options=self.spec.pg_options,
@@ -200,35 +257,61 @@ class _GroupCreation:
         build, process = (Build(), "") if self._members else (own_build(), str(myself()))
         reason = native.available()[1]
         mine = _MemberEntry(self.description, site, offers, build, process, reason)
-        return msgspec.msgpack.encode(mine)
+        return _pack(mine)
+
+    def watch(self) -> float:
+        """Look whether the members of this host live, and report one that has ended to all.
+
+        Returns:
+            How long to wait until the next look, in seconds.
+        """
+        if not self.watched.watches:
+            return math.inf
+        if self._look_s:
+            try:
+                self.watched.look()
+            except PeerLost as error:
+                lost = -1 if error.peer is None else error.peer
+                with suppress(StoreError):
+                    self.gathering.publish(_pack(_GroupSummary(lost=lost)))
+                raise
+        self._look_s = min(2 * self._look_s, _LONGEST_LOOK_S) or _LOOK_S
+        return self._look_s
 
     def check(self) -> None:
-        """Compare the members' entries; all of them find the same difference."""
+        """Read what was published; if members differ, all of them find the same difference."""
         if self.alone:
             return
-        if not self._members:
-            names = [f"rank {r} ({entry.process})" for r, entry in enumerate(self.entries)]
-            builds = zip([entry.build for entry in self.entries], names, strict=True)
-            require_one_build(builds, group=self.spec.name, rank=self.rank)
-        if all(entry.description == self.description for entry in self.entries):
+        assert self.gathering.summary is not None
+        summary = _read_summary(self.gathering.summary)
+        if summary.lost >= 0:
+            raise self.watched.ended(summary.lost)
+        self._offers, entries = summary.offers, summary.entries
+        if not entries:
             return
-        calls = {r: f"new_group({e.description}) at {e.site}" for r, e in enumerate(self.entries)}
-        reasons = {r: e.without_engine for r, e in enumerate(self.entries) if e.without_engine}
+        if not self._members:
+            names = [f"rank {r} ({entry.process})" for r, entry in enumerate(entries)]
+            builds = zip([entry.build for entry in entries], names, strict=True)
+            require_one_build(builds, group=self.spec.name, rank=self.rank)
+        calls = {r: f"new_group({e.description}) at {e.site}" for r, e in enumerate(entries)}
+        reasons = {r: e.without_engine for r, e in enumerate(entries) if e.without_engine}
         seen = [f"rank {r}: {text}" for r, text in calls.items()]
         seen += [f"rank {r} has no native engine ({reason})" for r, reason in reasons.items()]
         raise Desync(
             "the members do not agree on the group",
             group=self.spec.name,
             rank=self.rank,
-            world_size=len(self.entries),
+            world_size=len(entries),
             calls=calls,
             seen="; ".join(seen),
             fix="All ranks must create the same groups, with equal arguments, in the same order.",
         )
 
     def connect(self) -> None:
+        ranks = () if self.alone else range(len(self.spec.global_ranks))
         for name, opening in self._openings.items():
-            opening.connect([entry.offers[name] for entry in self.entries])
+            offers = self._offers.get(name, {})
+            opening.connect([offers.get(rank, b"") for rank in ranks])
 
     def build(self) -> dict[str, Backend]:
         """Build the backend of each kind of device."""
@@ -273,60 +356,48 @@ class _GroupCreation:
 
 
 def _exchange(store: Store, creations: Sequence[_GroupCreation]) -> None:
-    """Exchange the entries of the members of all groups.
+    """Exchange the entries of the members of all groups; of these the longest limit counts.
 
-    If that fails the entries are removed, so that the next attempt of this name does not find them.
+    If that fails, this rank withdraws, so that the next attempt of this name does not find it.
     """
     creations = [c for c in creations if not c.alone]
     if not creations:
         return
-    site, keys = call_site(), [key for c in creations for key in c.keys]
-    mine = [c.keys[c.rank] for c in creations]
-    store.multi_set(mine, [c.entry(site) for c in creations])
+    site, limit = call_site(), max(c.spec.creation_limit for c in creations)
+    gatherings = [c.gathering for c in creations]
     try:
-        _wait_for_members(store, creations, keys)
-        values = iter(store.multi_get(keys))
+        mine = [c.gathering.entry_key(c.rank) for c in creations]
+        store.multi_set(mine, [c.entry(site) for c in creations])
+        for each in gatherings:
+            each.arrive()
+        late = wait_for_summaries(
+            store, gatherings, limit, lambda: min(c.watch() for c in creations)
+        )
+        if late is not None:
+            creation = creations[gatherings.index(late[0])]
+            raise _not_all_called(creation, late[1], limit)
     except BaseException:
-        with suppress(StoreError):
-            for key in mine:
-                store.delete_key(key)
-        raise
-    for creation in creations:
-        creation.entries = [
-            msgspec.msgpack.decode(next(values), type=_MemberEntry) for _ in creation.keys
-        ]
-
-
-def _wait_for_members(
-    store: Store, creations: Sequence[_GroupCreation], keys: Sequence[str]
-) -> None:
-    """Return when all `keys` exist; of several groups the longest creation limit counts."""
-    limit = max(c.spec.creation_limit for c in creations)
-    try:
-        wait_watching(store, keys, limit, [c.watched for c in creations])
-    except StoreTimeout:
-        for creation in creations:
-            _name_missing(store, creation, limit)
+        for each in gatherings:
+            each.give_up()
         raise
 
 
-def _name_missing(store: Store, creation: _GroupCreation, limit: timedelta) -> None:
-    """Raise if members of a group did not call."""
-    missing = tuple(r for r, key in enumerate(creation.keys) if not store.check([key]))
-    if not missing:
-        return
+def _not_all_called(
+    creation: _GroupCreation, missing: tuple[int, ...], limit: timedelta
+) -> RendezvousTimeout:
+    """Return the error for members of a group that did not call."""
     global_ranks = creation.spec.global_ranks
-    raise RendezvousTimeout(
+    return RendezvousTimeout(
         "not all members called to create the group",
         group=creation.spec.name,
         rank=creation.rank,
         world_size=len(global_ranks),
         elapsed_s=limit.total_seconds(),
-        came=tuple(r for r in range(len(global_ranks)) if r not in missing),
+        came=tuple(sorted(set(range(len(global_ranks))).difference(missing))),
         missing=missing,
         seen=f"missing are global ranks {[global_ranks[r] for r in missing]}",
         fix="All ranks must create the same groups in the same order.",
-    ) from None
+    )
 
 
 class ChecksMembers(Protocol):
@@ -338,36 +409,66 @@ class ChecksMembers(Protocol):
 
 
 def wait_watching(
-    store: Store, keys: Sequence[str], limit: timedelta, groups: Sequence[ChecksMembers]
+    store: Store,
+    keys: Sequence[str],
+    limit: timedelta,
+    groups: Sequence[ChecksMembers],
+    longest_s: float = _LONGEST_LOOK_S,
 ) -> None:
-    """Return when all `keys` exist; check the members of `groups` at growing intervals."""
+    """Return when all `keys` exist; check the members of `groups` at growing intervals.
+
+    Args:
+        store: To wait in.
+        keys: To wait for.
+        limit: How long to wait.
+        groups: To check.
+        longest_s: How long an interval may become.
+
+    Raises:
+        StoreTimeout: At the limit.
+    """
     deadline = time.monotonic() + limit.total_seconds()
     look_s = _LOOK_S
     while True:
         left_s = deadline - time.monotonic()
         try:
-            return store.wait(keys, timedelta(seconds=max(0.0, min(left_s, look_s))))
+            return store.wait(keys, timedelta(seconds=min(left_s, look_s)))
         except StoreTimeout:
             if left_s <= look_s:
                 raise
         for group in groups:
             group.look()
-        look_s = min(2 * look_s, 1.0)
+        look_s = min(2 * look_s, longest_s)
 
 
 class WatchedStore(PrefixStore):
     """The keys of a group; a wait for a member that has died raises `PeerLost`."""
 
-    def __init__(self, store: Store, spec: GroupSpec, members: Sequence[RendezvousMember]) -> None:
+    def __init__(
+        self, store: Store, spec: GroupSpec, members: MemberTable | None, rank: int
+    ) -> None:
         super().__init__(f"group/{spec.name}", store)
-        self._spec = spec
-        # A copy: backends keep this store, and a world that shrinks gets other numbers.
-        self._members = [members[r] for r in spec.global_ranks] if members else []
+        self._spec, self._rank, self._members = spec, rank, members
+
+    @cached_property
+    def _processes(self) -> dict[Identity, int]:
+        """The processes of this rank's host, each with the first member that it is."""
+        if self._members is None:
+            return {}
+        return self._members.select(self._spec.global_ranks).processes_on_host_of(self._rank)
+
+    @cached_property
+    def watches(self) -> bool:
+        """Whether this rank looks often: it is one of the first of its host, and not alone."""
+        if len(self._processes) < 2:
+            return False
+        return self._rank in list(self._processes.values())[:_WATCHERS]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all `keys` exist."""
         limit = self.timeout if timeout is None else timeout
-        wait_watching(self._store, self._full(keys), limit, [self])
+        longest_s = _LONGEST_LOOK_S if self.watches else math.inf
+        wait_watching(self._store, self._full(keys), limit, [self], longest_s)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return at once whether all `keys` exist."""
@@ -377,19 +478,25 @@ class WatchedStore(PrefixStore):
         return here
 
     def look(self) -> None:
-        """Raise if a member's process has ended."""
-        for peer, member in enumerate(self._members):
-            if alive(member.process) is False:
-                raise PeerLost(
-                    f"the process of rank {peer} ended before the group was made",
-                    group=self._spec.name,
-                    world_size=len(self._spec.global_ranks),
-                    peer=peer,
-                    pid=member.pid,
-                    host=member.host,
-                    seen=f"global rank {self._spec.global_ranks[peer]}, pid {member.pid}",
-                    fix="Make the group of ranks that live: dure.shrink() finds them.",
-                )
+        """Raise if a member's process on this host has ended."""
+        for process, peer in self._processes.items():
+            if alive(process) is False:
+                raise self.ended(peer)
+
+    def ended(self, peer: int) -> PeerLost:
+        """Return the error for a member whose process has ended."""
+        assert self._members is not None
+        member = self._members[self._spec.global_ranks[peer]]
+        return PeerLost(
+            f"the process of rank {peer} ended before the group was made",
+            group=self._spec.name,
+            world_size=len(self._spec.global_ranks),
+            peer=peer,
+            pid=member.pid,
+            host=member.host,
+            seen=f"global rank {self._spec.global_ranks[peer]}, pid {member.pid}",
+            fix="Make the group of ranks that live: dure.shrink() finds them.",
+        )
 
 
 def forget_keys(group: ProcessGroup, rendezvous: Rendezvous) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from dure import env
-from dure.store.rendezvous import RendezvousMember
+from dure.store.members import RendezvousMember
 
 __all__ = ["each_has_its_own", "visible_gpus"]
 

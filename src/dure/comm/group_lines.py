@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dure.comm.group import GroupSpec, ProcessGroup
-from dure.store.rendezvous import RendezvousMember
+from dure.store.members import RendezvousMember
 from dure.trace import logs
 
 __all__ = ["report_group"]

@@ -47,6 +47,9 @@ class AskingStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask("check", keys).number)
 
+    def missing_keys(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return self._ask("wait", keys_of(keys, "missing_keys"), at_once=True).names
+
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", (key,)).number)
 
@@ -64,8 +67,11 @@ class AskingStore(Store):
         *,
         amount: int = 0,
         timeout: timedelta | None = None,
+        at_once: bool = False,
     ) -> Reply:
         """Put one request, whose arguments are checked here; only some may be parked (`timeout`).
+
+        With `at_once` a reply that names missing keys is returned.
 
         Raises:
             TypeError: An argument is of the wrong type. Nothing was sent.
@@ -86,7 +92,7 @@ class AskingStore(Store):
             once,
         )
         reply = self._answered(request, patience_s)
-        if reply is not None and reply.status == "ok":
+        if reply is not None and (reply.status == "ok" or (at_once and reply.status == "timeout")):
             return reply
         if reply is not None and reply.status == "error":
             raise StoreError(f"{self._named} refused an operation", op=op, seen=reply.text)

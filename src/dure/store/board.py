@@ -12,6 +12,8 @@ and of those that left the last `_KEPT`.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
 from dataclasses import dataclass
 
@@ -30,10 +32,17 @@ _KEPT = 1024
 """How many replies to clients that left are remembered."""
 
 
+_STALE = 64
+"""How many deadlines of requests that were answered are kept, plus one per parked request."""
+
+
 @dataclass(slots=True)
 class _Parked:
+    """A request that waits; `missing` are the keys that do not exist yet."""
+
     request: StoreRequest
-    due: float
+    number: int
+    missing: set[str]
 
 
 class Board:
@@ -48,6 +57,8 @@ class Board:
         self.data: dict[str, bytes] = {}
         self._name = name
         self._parked: dict[bytes, _Parked] = {}
+        self._numbers = itertools.count()
+        self._deadlines: list[tuple[float, int, bytes]] = []  # heap: when, request's number, client
         self._waiting: dict[str, dict[bytes, None]] = {}  # clients by the keys of `get` and `wait`
         self._untold: list[str] = []
         self._done: dict[bytes, Reply] = {}  # by the name of the write
@@ -86,10 +97,11 @@ class Board:
     def expire(self, now: float) -> list[Answer]:
         """Return the replies that are due because a deadline has passed."""
         answers: list[Answer] = []
-        for client, parked in list(self._parked.items()):
-            if parked.due <= now:
-                self._forget(client)
-                answers.append((client, self._too_late(parked.request)))
+        while (due := self.next_deadline()) is not None and due <= now:
+            _, _, client = heapq.heappop(self._deadlines)
+            request = self._parked[client].request
+            self._forget(client)
+            answers.append((client, self._too_late(request)))
         return answers
 
     @property
@@ -99,7 +111,25 @@ class Board:
 
     def next_deadline(self) -> float | None:
         """Return when `expire` is next needed."""
-        return min((parked.due for parked in self._parked.values()), default=None)
+        while self._deadlines and not self._is_parked(*self._deadlines[0]):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _is_parked(self, due: float, number: int, client: bytes) -> bool:
+        """Return whether the request of a deadline still waits."""
+        del due
+        parked = self._parked.get(client)
+        return parked is not None and parked.number == number
+
+    def _park(self, client: bytes, request: StoreRequest, due: float) -> None:
+        parked = _Parked(request, next(self._numbers), set(self._missing(request)))
+        self._parked[client] = parked
+        for key in request.keys:
+            self._waiting.setdefault(key, {})[client] = None
+        heapq.heappush(self._deadlines, (due, parked.number, client))
+        if len(self._deadlines) > 2 * len(self._parked) + _STALE:
+            self._deadlines = [each for each in self._deadlines if self._is_parked(*each)]
+            heapq.heapify(self._deadlines)
 
     def _missing(self, request: StoreRequest) -> tuple[str, ...]:
         return tuple(key for key in request.keys if key not in self.data)
@@ -110,9 +140,7 @@ class Board:
             return [(client, self._found(request))]
         if request.timeout_s <= 0:
             return [(client, self._too_late(request))]
-        self._parked[client] = _Parked(request, now + request.timeout_s)
-        for key in request.keys:
-            self._waiting.setdefault(key, {})[client] = None
+        self._park(client, request, now + request.timeout_s)
         return []
 
     def _found(self, request: StoreRequest) -> Reply:
@@ -176,12 +204,18 @@ class Board:
         """Answer the clients that waited for what has changed."""
         changed, self._untold = self._untold, []
         answers: list[Answer] = []
-        met: list[bytes] = []
+        met: dict[bytes, None] = {}
         for key in changed:
             for client in self._waiting.get(key, ()):
-                if not self._missing(self._parked[client].request):
-                    met.append(client)
-        for client in dict.fromkeys(met):
+                missing = self._parked[client].missing
+                if key not in self.data:
+                    missing.add(key)
+                    met.pop(client, None)
+                else:
+                    missing.discard(key)
+                    if not missing:
+                        met[client] = None
+        for client in met:
             answers.append((client, self._found(self._parked[client].request)))
             self._forget(client)
         return answers

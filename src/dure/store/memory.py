@@ -1,4 +1,4 @@
-"""The in-process store: a board and a condition variable, for ranks that are threads."""
+"""The in-process store: a board and a lock, for ranks that are threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class HashStore(AskingStore):
         super().__init__(timeout)
         self._board = Board()
         self._answers: dict[bytes, Reply] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._parked: dict[bytes, threading.Event] = {}
         self._numbers = itertools.count()
 
     def clone(self) -> HashStore:
@@ -40,23 +41,39 @@ class HashStore(AskingStore):
         return "the in-process store"
 
     def _answered(self, request: StoreRequest, patience_s: float) -> Reply | None:
-        """Each request counts as a client; waiting threads also handle the board's deadlines."""
-        me = b"%d" % next(self._numbers)
-        with self._changed:
-            self._note(self._board.expire(time.monotonic()))
+        """Each request counts as a client; a thread that waits wakes for its own answer only."""
+        me, now = b"%d" % next(self._numbers), time.monotonic()
+        answered = threading.Event()
+        with self._lock:
+            self._parked[me] = answered
             try:
-                self._note(self._board.handle(me, request, time.monotonic()))
-                while me not in self._answers:
-                    due = self._board.next_deadline()
-                    left_s = _LONGEST_WAIT_S if due is None else due - time.monotonic()
-                    self._changed.wait(max(0.0, min(left_s, _LONGEST_WAIT_S)))
-                    self._note(self._board.expire(time.monotonic()))
+                self._note(self._board.handle(me, request, now))
+            except BaseException:
+                self._forget(me)
+                raise
+            if me in self._answers:
+                self._forget(me)
                 return self._answers.pop(me)
-            finally:
-                self._board.leave(me)
+        due = now + request.timeout_s
+        try:
+            while True:
+                answered.wait(max(0.0, min(due - time.monotonic(), _LONGEST_WAIT_S)))
+                with self._lock:
+                    self._note(self._board.expire(time.monotonic()))
+                    if me in self._answers:
+                        return self._answers[me]
+        finally:
+            with self._lock:
+                self._forget(me)
+                self._answers.pop(me, None)
 
     def _note(self, answers: list[tuple[bytes, Reply]]) -> None:
         """Keep the answers for the threads that wait for them, and wake those."""
-        if answers:
-            self._answers.update(answers)
-            self._changed.notify_all()
+        for client, reply in answers:
+            if client in self._parked:
+                self._answers[client] = reply
+                self._parked[client].set()
+
+    def _forget(self, client: bytes) -> None:
+        self._board.leave(client)
+        del self._parked[client]

@@ -62,6 +62,10 @@ class PrefixStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         return self._store.check(self._full(keys, "check"))
 
+    def missing_keys(self, keys: Sequence[str]) -> tuple[str, ...]:
+        missing = self._store.missing_keys(self._full(keys, "missing_keys"))
+        return tuple(key[len(self._prefix) :] for key in missing)
+
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(self._one(key, "delete_key"))
 

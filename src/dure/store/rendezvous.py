@@ -7,16 +7,18 @@ Every rank carries out the same steps on a few keys:
 2. It claims its number (`G/member/R`) by compare-and-set, so of two ranks with one number exactly
    one wins, and the other learns which process has the number.
 3. It compares its world size and its build with those of the first rank to arrive (`G/world`).
-4. It counts itself (`G/count`); the last rank writes the *outcome* (`G/outcome`): met.
-5. Every rank waits for the outcome, then reads all members.
+4. It counts itself (`G/count`); the last rank reads all members and writes the *outcome*
+   (`G/outcome`): met, with the table of members (store/members.py).
+5. Every rank waits for the outcome and reads it.
 
 A rank that finds a mistake writes it into the outcome instead, unless there is one already. So all
 waiting ranks learn of it at once, in the same words, and long before any timeout. In the meantime
-the first two ranks by `G/count` check once a second whether a rank that arrived has died since, and
-at the end of the timeout they report who is missing. The others only wait, so a rank that is
-missing for long costs two readers of all members, however many ranks wait.
+the first two ranks by `G/count` check once a second whether a rank of their host that arrived has
+died since, and at the end of the timeout they report who is missing. They read each member once.
+The others only wait.
 
-Cost: seven round trips per rank, one of which is parked until the last rank arrives.
+Cost: six round trips per rank, one of which is parked until the last rank arrives, and the table of
+members: some ten bytes per rank on hosts of eight ranks. One rank reads all members.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from dure.errors import RendezvousError, RendezvousTimeout, StoreError, StoreLost, StoreTimeout
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.builds import DIFFERENT, SAME_BUILD, Build, differing, listed, own_build
+from dure.store.builds import DIFFERENT, SAME_BUILD, differing, listed, own_build
 from dure.store.handlers import found_by_handler
 from dure.store.identity import Identity, alive, myself
 from dure.store.init_method import InitMethod, read_init_method
 from dure.store.lifetime import at_process_end
+from dure.store.members import MemberTable, RendezvousMember
 from dure.store.memory import HashStore
 from dure.store.network import NetworkStore
 from dure.store.prefix import PrefixStore
@@ -56,44 +58,6 @@ _LATE_S = 1.0
 """How long rank 0 serves after a rendezvous that failed, for ranks that arrive late."""
 
 
-class RendezvousMember(msgspec.Struct, array_like=True, frozen=True):
-    """A rank and the process that is it; every version reads it, so fields are only appended.
-
-    Attributes:
-        rank: Its number.
-        world_size: How many ranks it believes in.
-        process: Its process.
-        token: Sets apart the times that one process joins.
-        build: Its build of Dure.
-        gpus: The GPUs of its host that it may use, by names that differ on the host.
-    """
-
-    rank: int
-    world_size: int
-    process: Identity
-    token: str
-    build: Build = Build()
-    gpus: tuple[str, ...] = ()
-
-    @property
-    def pid(self) -> int:
-        """The process's number."""
-        return self.process.pid
-
-    @property
-    def host(self) -> str:
-        """The host's name."""
-        return self.process.host
-
-    @property
-    def host_id(self) -> str:
-        """Equal for members that can share memory."""
-        return self.process.host_id
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.process})"
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Rendezvous:
     """A rendezvous that took place, from one rank's side.
@@ -102,14 +66,14 @@ class Rendezvous:
         store: Keys of this rendezvous alone, shared by its ranks; live until all have left.
         rank: This rank.
         world_size: How many there are.
-        members: All of them, by rank.
+        members: The ranks, by number.
         alone: The other ranks do not exist, and are never waited for; see `rendezvous_alone`.
     """
 
     store: Store
     rank: int
     world_size: int
-    members: tuple[RendezvousMember, ...]
+    members: MemberTable
     alone: bool = False
     _holder: Identity | None = field(default=None, repr=False)  # of the store, if it is a rank
     _base: Store | None = field(default=None, repr=False)  # what was opened for it
@@ -123,13 +87,12 @@ class Rendezvous:
     @property
     def same_process(self) -> bool:
         """Whether all ranks are threads of this process."""
-        return all(member.process == self.members[self.rank].process for member in self.members)
+        return self.members.num_processes() == 1
 
     @property
     def local_world_size(self) -> int:
         """How many ranks share this rank's host."""
-        here = self.members[self.rank].host_id
-        return sum(member.host_id == here for member in self.members)
+        return self.members.num_on_host_of(self.rank)
 
     @property
     def reachable(self) -> bool:
@@ -143,7 +106,7 @@ class Rendezvous:
 
     def ended(self, rank: int) -> bool:
         """Return whether the process of `rank` is known to have ended."""
-        return alive(self.members[rank].process) is False
+        return alive(self.members.process(rank)) is False
 
     def require_store(self, op: str) -> None:
         """Raise `StoreLost` if the rank that serves the store is known to have ended."""
@@ -165,10 +128,7 @@ class Rendezvous:
         Collective:
             All of `ranks` call, with equal arguments.
         """
-        self.members = tuple(
-            replace(self.members[old], rank=new, world_size=len(ranks))
-            for new, old in enumerate(ranks)
-        )
+        self.members = self.members.select(ranks)
         self.rank, self.world_size = list(ranks).index(self.rank), len(ranks)
         self.store = PrefixStore(name, self.store)
 
@@ -184,7 +144,7 @@ class Rendezvous:
 
         A store that the caller gave stays open.
         """
-        if self not in _open or self.members[self.rank].pid != os.getpid():
+        if self not in _open or self.members.process(self.rank).pid != os.getpid():
             return
         self.forget()
         if self._base is not None:
@@ -287,7 +247,7 @@ def rendezvous_alone(rank: int, world_size: int) -> Rendezvous:
         store=HashStore(),
         rank=rank,
         world_size=world_size,
-        members=tuple(replace(me, rank=each) for each in range(world_size)),
+        members=MemberTable.alone(me, world_size),
         alone=True,
     )
 
@@ -325,7 +285,7 @@ def _translated(error: StoreError, me: RendezvousMember) -> RendezvousError:
 class _RendezvousOutcome(msgspec.Struct, array_like=True, frozen=True):
     """How a rendezvous ended, for all its ranks; `what` is empty if they met.
 
-    Every version reads it, so fields are only appended.
+    Then `members` is their packed table. Every version reads it, so fields are only appended.
     """
 
     what: str = ""
@@ -334,6 +294,7 @@ class _RendezvousOutcome(msgspec.Struct, array_like=True, frozen=True):
     timed_out: bool = False
     came: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
+    members: bytes = b""
 
     def raise_for(self, me: RendezvousMember) -> None:
         """Raise the error that this is, if it is one, as seen by `me`."""
@@ -377,7 +338,7 @@ def _join(
         rank=me.rank,
         world_size=me.world_size,
         members=members,
-        _holder=members[0].process if held_by_rank_0 else None,
+        _holder=members.process(0) if held_by_rank_0 else None,
         _base=base,
         _leave=leave,
     )
@@ -413,9 +374,7 @@ def _check_serves(keys: Store, me: RendezvousMember, generation: int, base: Stor
         taken.raise_for(me)
 
 
-def _gather(
-    keys: Store, me: RendezvousMember, generation: int, deadline: float
-) -> tuple[RendezvousMember, ...]:
+def _gather(keys: Store, me: RendezvousMember, generation: int, deadline: float) -> MemberTable:
     """Agree on world size and build, wait for the outcome and read the members."""
     mine = f"{me.world_size} {me.build.protocol} {me.build.version}".encode()
     if keys.compare_set(f"{generation}/world", "", mine) != mine:
@@ -424,10 +383,17 @@ def _gather(
         found.raise_for(me)  # the others have met without this rank
     arrived = keys.add(f"{generation}/count", 1)
     if arrived == me.world_size:
-        _agree(keys, generation, _RendezvousOutcome())
-    _await_outcome(keys, generation, me, deadline, watches=arrived <= 2).raise_for(me)
-    found = keys.multi_get([f"{generation}/member/{rank}" for rank in range(me.world_size)])
-    return tuple(map(_read_member, found))
+        outcome = _agree(keys, generation, _met(keys, generation, me.world_size))
+    else:
+        outcome = _await_outcome(keys, generation, me, deadline, watches=arrived <= 2)
+    outcome.raise_for(me)
+    return MemberTable.unpack(outcome.members)
+
+
+def _met(keys: Store, generation: int, world_size: int) -> _RendezvousOutcome:
+    """Return the outcome of a rendezvous to which all ranks have come."""
+    packed = keys.multi_get([f"{generation}/member/{rank}" for rank in range(world_size)])
+    return _RendezvousOutcome(members=MemberTable.of(map(_read_member, packed)).pack())
 
 
 def _await_outcome(
@@ -436,6 +402,7 @@ def _await_outcome(
     """Wait for the outcome; propose one at the deadline or, if this rank watches, after a death."""
     key = f"{generation}/outcome"
     end = deadline if watches else deadline + _PROPOSAL_S
+    arrivals = _Arrivals(keys, generation, me) if watches else None
     while True:
         left_s = max(0.0, end - time.monotonic())
         wait_s = min(left_s, _WATCH_S) if watches else left_s
@@ -443,12 +410,38 @@ def _await_outcome(
             keys.wait([key], timedelta(seconds=wait_s))
             return _read_outcome(keys.get(key))
         except StoreTimeout:
-            came = _came(keys, generation)
-        if wait_s == left_s:
-            return _agree(keys, generation, _timeout(came, me))
-        dead = [member for member in came if alive(member.process) is False]
-        if dead:
-            return _agree(keys, generation, _death(dead, came))
+            if wait_s == left_s:
+                return _agree(keys, generation, _ended_early(keys, generation, me))
+        if arrivals is not None and (dead := arrivals.dead()):
+            return _agree(keys, generation, _death(dead, _came(keys, generation)))
+
+
+def _ended_early(keys: Store, generation: int, me: RendezvousMember) -> _RendezvousOutcome:
+    """Return the outcome at the limit of a rank that still waits."""
+    if keys.add(f"{generation}/count", 0) == me.world_size:
+        return _met(keys, generation, me.world_size)  # the last rank has not written it
+    return _timeout(_came(keys, generation), me)
+
+
+class _Arrivals:
+    """The processes of this rank's host that have arrived; each member is read once."""
+
+    def __init__(self, keys: Store, generation: int, me: RendezvousMember) -> None:
+        self._keys, self._host_id = keys, me.host_id
+        self._unread = [f"{generation}/member/{rank}" for rank in range(me.world_size)]
+        self._here: dict[Identity, list[RendezvousMember]] = {}
+
+    def dead(self) -> list[RendezvousMember]:
+        """Read the members that have arrived; return those whose process has ended."""
+        missing = self._keys.missing_keys(self._unread)
+        absent = set(missing)
+        arrived = [key for key in self._unread if key not in absent]
+        for value in self._keys.multi_get(arrived) if arrived else ():
+            member = _read_member(value)
+            if member.host_id == self._host_id:
+                self._here.setdefault(member.process, []).append(member)
+        self._unread = list(missing)
+        return [m for process, ms in self._here.items() if alive(process) is False for m in ms]
 
 
 def _agree(keys: Store, generation: int, outcome: _RendezvousOutcome) -> _RendezvousOutcome:
@@ -480,7 +473,7 @@ def _rivalry(other: RendezvousMember, me: RendezvousMember) -> _RendezvousOutcom
 
 def _timeout(came: list[RendezvousMember], me: RendezvousMember) -> _RendezvousOutcome:
     ranks = tuple(member.rank for member in came)
-    missing = tuple(rank for rank in range(me.world_size) if rank not in ranks)
+    missing = tuple(sorted(set(range(me.world_size)).difference(ranks)))
     return _RendezvousOutcome(
         f"only {len(came)} of {me.world_size} ranks came in time",
         seen=f"missing: {listed(missing)}; came: {listed(came)}",

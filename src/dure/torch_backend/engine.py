@@ -2,8 +2,8 @@
 
 The backend is shm if all ranks are on one host, hybrid (shm in each host, Gloo between them) if
 they are on several, and gloo if the native engine is missing on some rank. All ranks must choose
-the same: each writes its host, and whether its engine is available, to the store, and all apply the
-same rule to all entries. DURE_BACKEND overrides the choice.
+the same: each writes its host, and whether its engine is available, to the store, and the last one
+to do so chooses for all. DURE_BACKEND overrides the choice.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dure.comm.recording import begin_recording
 from dure.comm.world import World
 from dure.errors import RendezvousTimeout, StoreTimeout
 from dure.store.base import Store
+from dure.store.gathering import gather
 from dure.store.identity import myself
 from dure.torch_backend.store import TorchStore
 
@@ -82,24 +83,29 @@ def _choose(store: Store, request: GroupRequest) -> str:
     if named:
         return named
     size = len(request.global_ranks)
-    keys = [f"place/{r}" for r in range(size)]
     able = "able" if is_backend_available("shm") else "unable"
-    store.set(keys[request.rank], f"{able} {myself().host_id}")
+    place = f"{able} {myself().host_id}"
     try:
-        store.wait(keys, request.timeout)
+        return gather(
+            store, "place", request.rank, size, place, request.timeout, _choice_for
+        ).decode()
     except StoreTimeout as error:
-        missing = tuple(r for r in range(size) if keys[r] in error.keys)
+        keys = set(error.keys)
+        missing = tuple(r for r in range(size) if f"place/member/{r}" in keys)
         raise RendezvousTimeout(
             "not all members called to create the group",
             group=request.name,
             rank=request.rank,
             world_size=size,
             elapsed_s=request.timeout.total_seconds(),
-            came=tuple(r for r in range(size) if r not in missing),
+            came=tuple(r for r in range(size) if f"place/member/{r}" not in keys),
             missing=missing,
             fix="All ranks must create the same groups in the same order.",
         ) from None
-    places = {store.get(k) for k in keys}
+
+
+def _choice_for(places: list[bytes]) -> bytes:
+    """Return the backend for the places of all ranks."""
     if not all(place.startswith(b"able") for place in places):
-        return "gloo"
-    return "shm" if len(places) == 1 else "hybrid"
+        return b"gloo"
+    return b"shm" if len(set(places)) == 1 else b"hybrid"

@@ -16,6 +16,9 @@ from dure.store.base import DEFAULT_TIMEOUT, Store
 
 __all__ = ["TorchStore"]
 
+_SHORTEST = timedelta(milliseconds=1)
+"""Torch's stores of a file and of one process wait without end if the limit is 0."""
+
 
 class TorchStore(Store):
     """A store of torch.distributed (TCP, file, hash, or a prefix of one) as a `Store`.
@@ -48,6 +51,7 @@ class TorchStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         names = keys_of(keys, "wait")
         limit = self.timeout if timeout is None else duration_of(timeout, "wait")
+        limit = max(limit, _SHORTEST)
         began = time.monotonic()
         try:
             self._store.wait(list(names), limit)
@@ -58,7 +62,7 @@ class TorchStore(Store):
         self, error: Exception, keys: Sequence[str], elapsed_s: float
     ) -> StoreTimeout | StoreLost:
         try:
-            missing = tuple(k for k in keys if not self._store.check([k]))
+            missing = self.missing_keys(keys)
         except RuntimeError:
             return StoreLost("the connection to torch's store broke", seen=str(error))
         return StoreTimeout(
@@ -80,6 +84,21 @@ class TorchStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._store.check(list(keys_of(keys, "check")))
+
+    def missing_keys(self, keys: Sequence[str]) -> tuple[str, ...]:
+        names = keys_of(keys, "missing_keys")
+        if self._store.check(list(names)):
+            return ()
+        try:
+            here = set(self._store.list_keys())
+        except RuntimeError:  # a custom store of torch's that cannot
+            return super().missing_keys(names)
+        return tuple(name for name in names if name not in here)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        names = list(keys_of(keys, "multi_get"))
+        self.wait(names)
+        return self._store.multi_get(names)
 
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import dure as dist
 from dure import native
@@ -20,11 +22,16 @@ from dure.comm.creation import GroupSpec, create_groups
 from dure.comm.subgroups import GroupOptions, new_groups
 from dure.comm.world import World, current_world
 from dure.device_mesh import init_device_mesh
-from dure.errors import Desync, RendezvousError, RendezvousTimeout, UsageError
+from dure.errors import Desync, PeerLost, RendezvousError, RendezvousTimeout, UsageError
 from dure.store import HashStore
-from dure.store.builds import Build
+from dure.store.builds import Build, own_build
+from dure.store.identity import myself
+from dure.store.members import MemberTable, RendezvousMember
+from dure.store.rendezvous import Rendezvous
 from dure.testing import run_ranks
 from dure.testing.ranks import new_world
+from tests.store.conftest import dead_process
+from tests.store.counting import CountingStore
 from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S, descriptors, until
 
@@ -240,3 +247,106 @@ def test_members_alone_that_pass_different_ranks_time_out_and_name_the_missing()
     first, *others = run_ranks(3, body)
     assert first == (1,)
     assert all(0 in missing for missing in others)
+
+
+# ---- what creation costs, and what its members learn of each other -------------------------------
+
+
+def _world_of(members: list[RendezvousMember], store: HashStore) -> World:
+    world = World()
+    world.rendezvous = Rendezvous(
+        store=store, rank=0, world_size=len(members), members=MemberTable.of(members)
+    )
+    return world
+
+
+def _created_by(size: int) -> list[CountingStore]:
+    """Let each rank create two groups, of all ranks and of a pair; return the ranks' stores."""
+    shared = HashStore()
+    stores = [CountingStore(shared) for _ in range(size)]
+    member = RendezvousMember(0, size, myself(), "", own_build())
+    all_ranks = [replace(member, rank=rank) for rank in range(size)]
+
+    def create(rank: int) -> None:
+        pair = rank - rank % 2
+        specs = [
+            GroupSpec(name="a", global_ranks=tuple(range(size)), backend="fake", timeout=LONG),
+            GroupSpec(name=f"{pair}", global_ranks=(pair, pair + 1), backend="fake", timeout=LONG),
+        ]
+        create_groups(_world_of(all_ranks, shared), stores[rank], rank, specs)
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(create, range(size)))
+    return stores
+
+
+def test_requests_and_bytes_of_a_rank_do_not_grow_with_a_group_of_256():
+    few, many = _created_by(16), _created_by(256)
+    for stores in (few, many):
+        # It writes, counts itself twice, waits and reads; the last rank of a group reads the
+        # entries and publishes.
+        assert max(store.num_requests for store in stores) <= 5 + 2 * 2
+    middle = [statistics.median(store.num_bytes for store in stores) for stores in (few, many)]
+    # The entry lists the first and last ranks of a group of more than 64.
+    assert middle[1] < middle[0] + 300
+
+
+@pytest.mark.parametrize("swapped", [(1, 2), (40, 60)])
+def test_members_that_pass_ranks_in_another_order_read_all_entries(swapped: tuple[int, int]):
+    """Also if the ranks that differ are not among those that are listed."""
+    size, shared = 100, HashStore()
+    first, second = swapped
+
+    def create(rank: int) -> dict[int, str]:
+        ranks = list(range(size))
+        if rank == 0:
+            ranks[first], ranks[second] = second, first
+        spec = GroupSpec(name="g", global_ranks=tuple(ranks), backend="fake", timeout=LONG)
+        with pytest.raises(Desync) as caught:
+            create_groups(World(), shared, rank, [spec])
+        return caught.value.calls
+
+    with ThreadPoolExecutor(size) as pool:
+        calls, *others = pool.map(create, range(size))
+    assert others == [calls] * (size - 1)
+    told = [calls[rank].partition(" at ")[0] for rank in range(size)]
+    assert told[0] != told[1]
+    assert told[1:] == [told[1]] * (size - 1)
+    assert told[1].startswith("new_group(ranks [0, 1, 2, ")
+    assert ", 31, ..., 68, " in told[1]
+    assert ", 99] (100 ranks, digest " in told[1]
+
+
+def test_a_group_is_made_while_a_member_waits_for_another_group():
+    shared = HashStore()
+
+    def spec(name: str, *ranks: int) -> GroupSpec:
+        return GroupSpec(name=name, global_ranks=ranks, backend="fake", timeout=LONG)
+
+    with ThreadPoolExecutor(1) as pool:
+        both = [spec("a", 0, 1), spec("b", 0, 2)]
+        waits = pool.submit(create_groups, World(), shared, 0, both)
+        (made,) = create_groups(World(), shared, 1, [spec("a", 0, 1)])
+        assert made.size() == 2
+        assert not waits.done()
+        create_groups(World(), shared, 2, [spec("b", 0, 2)])
+        assert len(waits.result()) == 2
+
+
+def test_a_member_on_another_host_learns_of_a_process_that_has_ended():
+    """Rank 0 sees that rank 1, on its host, has ended; rank 2 cannot, and waits for either."""
+    shared, dead, here = HashStore(), dead_process(), myself()
+    elsewhere = replace(here, host_id="elsewhere")
+    members = [
+        RendezvousMember(rank, 3, process, "", own_build())
+        for rank, process in enumerate((here, dead, elsewhere))
+    ]
+    spec = GroupSpec(name="g", global_ranks=(0, 1, 2), backend="fake", timeout=LONG)
+
+    def create(rank: int) -> tuple[int | None, int | None]:
+        with pytest.raises(PeerLost) as caught:
+            create_groups(_world_of(members, shared), shared, rank, [spec])
+        return caught.value.peer, caught.value.pid
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(create, (0, 2))) == [(1, dead.pid)] * 2

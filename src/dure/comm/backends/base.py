@@ -42,6 +42,7 @@ from dure.comm.call import Call
 from dure.errors import DureError
 from dure.native import Channel
 from dure.store.base import Store
+from dure.store.gathering import gather_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +92,11 @@ class BackendOptions:
 
         Collective:
             All ranks of the group call.
+
+        Cost:
+            4 requests to the store, and the values of all ranks (see `store.gathering`).
         """
-        keys = [f"{what}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], said)
-        self.store.wait(keys, self.timeout)
-        return self.store.multi_get(keys)
+        return gather_all(self.store, what, self.rank, self.size, said, self.timeout)
 
 
 class Backend(Protocol):

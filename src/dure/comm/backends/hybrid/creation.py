@@ -26,25 +26,47 @@ from dure.comm.backends.hybrid.state import HybridState
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, Hosts, SubComms, group_by_host
 from dure.comm.backends.shm.opening import create as create_shm
 from dure.errors import RendezvousTimeout, StoreTimeout
+from dure.store.gathering import gather
 from dure.store.identity import Identity, myself
 from dure.store.prefix import PrefixStore
 
 __all__ = ["create_over_gloo", "create_over_mpi"]
 
+_MISSING_KEY = "hybrid/missing"
 _OP_TIMEOUT = timedelta(days=365)
 """The hybrid group enforces timeouts itself: an engine cannot be used after a timeout."""
 _THREADS = 2
 """The rank's thread, and its engine's, which works while the rank waits."""
 
 Factory = Callable[[BackendOptions], Backend]
+_HostsOfRanks = tuple[list[tuple[str, str]], list[int]]
 
 
 def _find_hosts(options: BackendOptions) -> Hosts:
     """Exchange the hosts of all ranks."""
-    published = options.tell_all("hybrid/home", msgspec.msgpack.encode(myself()))
-    processes = [msgspec.msgpack.decode(x, type=Identity) for x in published]
-    homes = [(process.host_id, process.host) for process in processes]
-    return group_by_host(homes, options.rank)
+    me = msgspec.msgpack.encode(myself())
+    published = gather(
+        options.store,
+        "hybrid/home",
+        options.rank,
+        options.size,
+        me,
+        options.timeout,
+        _summary_of_hosts,
+    )
+    homes, number_of_rank = msgspec.msgpack.decode(published, type=_HostsOfRanks)
+    return group_by_host([homes[number] for number in number_of_rank], options.rank)
+
+
+def _summary_of_hosts(published: list[bytes]) -> bytes:
+    """Return each host once, as its id and its name, and the number of each rank's host."""
+    numbers: dict[tuple[str, str], int] = {}
+    number_of_rank: list[int] = []
+    for each in published:
+        process = msgspec.msgpack.decode(each, type=Identity)
+        home = process.host_id, process.host
+        number_of_rank.append(numbers.setdefault(home, len(numbers)))
+    return msgspec.msgpack.encode((list(numbers), number_of_rank))
 
 
 def _options_of(
@@ -118,17 +140,22 @@ def agree_on_completion(options: BackendOptions) -> None:
     """Wait until all ranks have their part, or raise on all ranks.
 
     A rank that is too late finds the others' parts, although these have given up. So the first rank
-    whose wait ends decides for all: it publishes the missing ranks, none if all are ready.
+    that decides does so for all: it publishes the missing ranks. That is the last rank to be ready,
+    by their count, for which none is missing, or the first one whose wait ends.
 
     Raises:
         RendezvousTimeout: Ranks were late; `missing` names them, the same on all ranks.
     """
     ranks, store, missing = range(options.size), options.store, list[int]()
-    try:
-        options.tell_all("hybrid/ready")
-    except StoreTimeout:
-        missing = [r for r in ranks if not store.check([f"hybrid/ready/{r}"])]
-    decided = store.compare_set("hybrid/missing", "", msgspec.json.encode(missing))
+    keys = [f"hybrid/ready/{rank}" for rank in ranks]
+    store.set(keys[options.rank], "")
+    if store.add("hybrid/ready/count", 1) < options.size:
+        try:
+            store.wait([_MISSING_KEY], options.timeout)
+        except StoreTimeout:
+            unready = set(store.missing_keys(keys))
+            missing = [rank for rank in ranks if keys[rank] in unready]
+    decided = store.compare_set(_MISSING_KEY, "", msgspec.json.encode(missing))
     missing = msgspec.json.decode(decided, type=tuple[int, ...])
     if not missing:
         return
@@ -138,7 +165,7 @@ def agree_on_completion(options: BackendOptions) -> None:
         rank=options.rank,
         world_size=options.size,
         elapsed_s=options.timeout.total_seconds(),
-        came=tuple(r for r in ranks if r not in missing),
+        came=tuple(sorted(set(ranks).difference(missing))),
         missing=missing,
         seen="this rank was late" if options.rank in missing else f"late: ranks {list(missing)}",
         fix="Check what the late ranks do, or raise the group's timeout.",

@@ -25,6 +25,7 @@ from dure.errors import UsageError
 
 __all__ = ["ThreadBackend", "create_threads"]
 
+_NAME_KEY = "threads/name"
 _incomplete: dict[str, ThreadGroup] = {}
 
 
@@ -33,13 +34,14 @@ def create_threads(options: BackendOptions) -> ThreadBackend:
 
     Raises:
         UsageError: The ranks are not all in one process.
-        StoreTimeout: A rank did not call.
+        StoreTimeout: Rank 0 did not call.
     """
-    name = secrets.token_hex(8)
     if options.rank == 0:
+        name = secrets.token_hex(8)
         _incomplete[name] = ThreadGroup(options.name, options.size)
-    names = options.tell_all("threads", f"{os.getpid()}/{name}")
-    pid, _, name = names[0].decode().partition("/")
+        options.store.set(_NAME_KEY, f"{os.getpid()}/{name}")
+    options.store.wait([_NAME_KEY], options.timeout)
+    pid, _, name = options.store.get(_NAME_KEY).decode().partition("/")
     rendezvous = _incomplete.get(name)
     if rendezvous is None:
         raise UsageError(
