@@ -288,6 +288,17 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def parts_first(tensor: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """Return a view of a tensor in which its `n` equal parts along `dim` follow one another.
+
+    It is contiguous if `dim` is 0. Otherwise a call copies it once, for any number of parts.
+    """
+    if dim == 0:
+        return tensor
+    parts = tensor.detach().unflatten(dim, (n, tensor.shape[dim] // n))
+    return parts.movedim(dim, 0)
+
+
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or a contiguous copy of it."""
     if _is_plain(tensor):

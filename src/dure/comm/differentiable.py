@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 import torch
 
 from dure.comm.capture import capturing, in_transform, is_jit_tracing, making_a_graph
-from dure.comm.checks import check_memory
+from dure.comm.checks import check_memory, parts_first
 from dure.comm.group import ProcessGroup
 from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp, as_reduce_op
@@ -96,7 +96,7 @@ class Map:
         if shape is None:
             shape = like.shape
         large = math.prod(shape) * like.itemsize >= _LARGE_BYTES and like.is_cpu
-        if large and len(self.group.hosts) < self.group.size():
+        if large and self.group.num_hosts < self.group.size():
             return heap_empty(*shape, dtype=like.dtype, zeroed=zero, copied=True, must=False)
         make = torch.zeros if zero else torch.empty
         return make(shape, dtype=like.dtype, device=like.device)
@@ -327,9 +327,10 @@ class AllGather(Map):
         even = len(set(self.sizes)) < 2
         shape[self.dim] = shape[self.dim] * n if even else sum(self.sizes)
         output = self.allocate(tensor, shape)
-        if self.dim == 0 and even:
-            return (output,), self.group.all_gather_single(output, tensor, async_op)
-        parts = output.split(self.sizes or (tensor.shape[self.dim],) * n, self.dim)
+        if even:
+            parts = parts_first(output, self.dim, n)
+            return (output,), self.group.all_gather_single(parts, tensor, async_op)
+        parts = output.split(self.sizes, self.dim)
         return (output,), self.group.all_gather(parts, tensor, async_op)
 
     def captured(self, inputs: Tensors) -> Tensors:
@@ -352,23 +353,24 @@ class ReduceScatter(ReducingMap):
     sizes: tuple[int, ...] = ()
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
-        (tensor,) = inputs
-        sizes = self.sizes_for(tensor)
+        (tensor,), n = inputs, self.group.size()
+        even = len(set(self.sizes)) < 2
         shape = list(tensor.shape)
-        shape[self.dim] = sizes[self.group.rank()]
+        shape[self.dim] = self.own_size(tensor)
         output = self.allocate(tensor, shape)
-        if self.dim == 0 and len(set(sizes)) < 2:
-            work = self.group.reduce_scatter_single(output, tensor, self.op, async_op)
+        if even:
+            parts = parts_first(tensor, self.dim, n)
+            work = self.group.reduce_scatter_single(output, parts, self.op, async_op)
         else:
-            parts = tensor.split(sizes, self.dim)
+            parts = tensor.split(self.sizes, self.dim)
             work = self.group.reduce_scatter(output, parts, self.op, async_op)
         return (output,), work
 
-    def sizes_for(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return how long each rank's part is."""
+    def own_size(self, tensor: torch.Tensor) -> int:
+        """Return how long this rank's part is."""
         size, n = tensor.shape[self.dim], self.group.size()
         if self.sizes or size % n == 0:
-            return self.sizes or (size // n,) * n
+            return self.sizes[self.group.rank()] if self.sizes else size // n
         raise ShapeError(
             "the tensor does not divide by the number of ranks",
             op="reduce_scatter",

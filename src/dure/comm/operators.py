@@ -163,7 +163,7 @@ def _gathered(tensor: torch.Tensor, dim: int, n: int, sizes: Sequence[Any], name
 
 def _own_part(tensor: torch.Tensor, op: str, dim: int, *rest: Any) -> Sequence[Any]:
     what = _reduce_scatter(op, dim, *rest)
-    return _resized(tensor, dim, what.sizes_for(tensor)[what.group.rank()])
+    return _resized(tensor, dim, what.own_size(tensor))
 
 
 _operator("all_reduce", "str reduce_op, str group_name", _all_reduce)

@@ -27,6 +27,7 @@ from dure.tensor.parameter_names import name_parameters
 from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.redistribute import (
     can_be_split,
+    part_along,
     parts_along,
     pieces_of,
     plan_of,
@@ -186,22 +187,24 @@ def _received(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> tor
     for dim in range(spec.ndim):
         for cut in spec.cuts(dim):
             n, index = mesh.size(cut.axis), mesh.get_local_rank(cut.axis)
-            runs = parts_along(local.shape[dim], cut, n)
+            own = part_along(local.shape[dim], cut, n, index)
             if source is None:
-                local = torch.cat(pieces_of(local, dim, runs[index]), dim)
+                local = torch.cat(pieces_of(local, dim, own), dim)
                 continue
             what = Map(mesh.get_group(cut.axis))
             if _is_made_of_others(local):
+                runs = parts_along(local.shape[dim], cut, n)
                 local = _scattered(local, dim, runs, index, what.group, source)
                 continue
             shape = list(local.shape)
-            shape[dim] = sum(length for length, _ in runs[index])
+            shape[dim] = sum(length for length, _ in own)
             part = what.allocate(local, shape)
             if cut.runs == 1 and local.shape[dim] == n * shape[dim]:
                 what.group.scatter_along(part, local, dim, source)
             else:
                 parts = None
                 if index == source:
+                    runs = parts_along(local.shape[dim], cut, n)
                     pieces = [pieces_of(local, dim, one) for one in runs]
                     parts = [p[0] if len(p) == 1 else torch.cat(p, dim) for p in pieces]
                 what.group.scatter(part, parts, source)

@@ -54,6 +54,7 @@ from dure.tensor.placement_types import (
     Shard,
     StridedShard,
     chunk,
+    pad_tensor,
 )
 from dure.tensor.spec import Cut, DTensorSpec, cuts_of
 from dure.trace import hooks
@@ -63,6 +64,7 @@ __all__ = [
     "RedistributionStep",
     "all_reduce_of",
     "can_be_split",
+    "part_along",
     "parts_along",
     "pieces_of",
     "plan_of",
@@ -501,17 +503,19 @@ def _last_cut(spec: DTensorSpec, axis: int) -> tuple[int, Cut]:
 when_left.extend(table.cache_clear for table in (steps_between, plan_of, _last_cut))
 
 
+def part_along(size: int, cut: Cut, n: int, index: int) -> list[tuple[int, int]]:
+    """Return the runs of a dimension that rank `index` of `n` has, as (length, offset)."""
+    runs: list[tuple[int, int]] = []
+    for number in range(cut.runs):
+        length, offset = chunk(size, cut.runs, number)
+        part, inside = chunk(length, n, index)
+        runs.append((part, offset + inside))
+    return runs
+
+
 def parts_along(size: int, cut: Cut, n: int) -> list[list[tuple[int, int]]]:
     """Return the runs of a dimension that each rank of an axis has, as (length, offset)."""
-    found: list[list[tuple[int, int]]] = []
-    for index in range(n):
-        runs: list[tuple[int, int]] = []
-        for number in range(cut.runs):
-            length, offset = chunk(size, cut.runs, number)
-            part, inside = chunk(length, n, index)
-            runs.append((part, offset + inside))
-        found.append(runs)
-    return found
+    return [part_along(size, cut, n, index) for index in range(n)]
 
 
 def _sliced(step: RedistributionStep, local: torch.Tensor, is_temporary: bool) -> torch.Tensor:
@@ -519,7 +523,7 @@ def _sliced(step: RedistributionStep, local: torch.Tensor, is_temporary: bool) -
     n = step.after.mesh.shape[step.axis]
     coordinate = step.after.coordinate
     assert coordinate is not None
-    runs = parts_along(local.shape[dim], cut, n)[coordinate[step.axis]]
+    runs = part_along(local.shape[dim], cut, n, coordinate[step.axis])
     pieces = pieces_of(local, dim, runs)
     # A view would keep a temporary tensor alive; the caller's tensor lives anyway.
     return torch.cat(pieces, dim) if is_temporary or len(pieces) > 1 else pieces[0].contiguous()
@@ -550,6 +554,18 @@ def term_of(local: torch.Tensor, spec: DTensorSpec, axis: int) -> torch.Tensor:
     return torch.zeros_like(local) if coordinate[axis] else local
 
 
+_MOST_PARTS = 8
+"""Along axes with more ranks uneven parts are padded to one length, and sent as one tensor.
+
+With fewer ranks each part is sent from and to where it belongs, without a copy.
+"""
+
+
+def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Return a tensor with zeros after the end of a dimension, up to `length`."""
+    return pad_tensor(tensor, dim, length - tensor.shape[dim])
+
+
 def _split(tensor: torch.Tensor, dim: int, n: int) -> list[torch.Tensor]:
     """Return views of the parts that torch.chunk would cut, with empty ones up to `n`."""
     return pieces_of(tensor, dim, [chunk(tensor.shape[dim], n, index) for index in range(n)])
@@ -563,6 +579,10 @@ def _all_gather(
     local = local.contiguous()
     if cut.runs == 1 and size % n == 0 and size:
         return _started(maps.AllGather(group, dim), local, async_op)
+    if cut.runs == 1 and n > _MOST_PARTS:
+        padded = _padded(local, dim, -(-size // n))
+        gathered = _started(maps.AllGather(group, dim), padded, async_op=False)
+        return gathered.narrow(dim, 0, size).contiguous()
     runs = parts_along(size, cut, n)
     sizes = tuple(sum(length for length, _ in r) for r in runs)
     what = maps.AllGather(group, dim, sizes)
@@ -590,6 +610,10 @@ def _reduce_scatter(
     dim, _ = _last_cut(step.after, step.axis)
     local, n = local.contiguous(), group.size()
     size = local.shape[dim]
+    if size % n and n > _MOST_PARTS:
+        padded = _padded(local, dim, -(-size // n) * n)
+        part = _started(maps.ReduceScatter(group, _op(step), dim), padded, async_op=False)
+        return part.narrow(dim, 0, step.after.local_shape[dim]).contiguous()
     sizes = tuple(chunk(size, n, index)[0] for index in range(n)) if size % n else ()
     return _started(maps.ReduceScatter(group, _op(step), dim, sizes), local, async_op)
 
@@ -601,6 +625,13 @@ def _all_to_all(
     now, _ = _last_cut(step.after, step.axis)
     n, here, there = group.size(), local.shape, step.after.local_shape
     local = local.contiguous()
+    if here[now] == n * there[now] and there[was] == n * here[was]:
+        return _even_all_to_all(local, was, now, group, async_op)
+    if n > _MOST_PARTS:
+        padded = _padded(local, was, -(-there[was] // n))
+        padded = _padded(padded, now, -(-here[now] // n) * n)
+        moved = _even_all_to_all(padded, was, now, group, async_op=False)
+        return moved.narrow(was, 0, there[was]).narrow(now, 0, there[now]).contiguous()
     if capturing((local,)):
         parts = tuple(_split(local, now, n))
         lengths = (chunk(there[was], n, index)[0] for index in range(n))
@@ -608,9 +639,21 @@ def _all_to_all(
         gives = tuple(part.shape for part in parts)
         return torch.cat(call_operators(maps.AllToAllList(group, takes, gives), *parts), was)
     output = maps.Map(group).allocate(local, there)
-    if here[now] == n * there[now] and there[was] == n * here[was]:
-        work = group.all_to_all_along(output, local, was, now, async_op)
-    else:
-        gives = _split(local, now, n)
-        work = group.all_to_all(_split(output, was, n), gives, async_op)
+    work = group.all_to_all(_split(output, was, n), _split(local, now, n), async_op)
+    return output if work is None else pending(output, work)
+
+
+def _even_all_to_all(
+    local: torch.Tensor, was: int, now: int, group: ProcessGroup, async_op: bool
+) -> torch.Tensor:
+    """Send each rank its part along `now`; return what all ranks sent, joined along `was`."""
+    n = group.size()
+    if capturing((local,)):
+        parts = local.unflatten(now, (n, local.shape[now] // n)).movedim(now, 0)
+        moved = call_operators(maps.AllToAll(group, (), ()), parts.contiguous())[0]
+        return moved.movedim(0, was).flatten(was, was + 1)
+    shape = list(local.shape)
+    shape[was], shape[now] = shape[was] * n, shape[now] // n
+    output = maps.Map(group).allocate(local, shape)
+    work = group.all_to_all_along(output, local, was, now, async_op)
     return output if work is None else pending(output, work)

@@ -134,6 +134,15 @@ def test_pairs_of_placements(sizes: tuple[int, ...]) -> None:
     run_ranks(math.prod(sizes), worlds.redistributes, sizes, most)
 
 
+@pytest.mark.parametrize("sizes", [(3,), (4,), (3, 2)], ids=str)
+def test_pairs_of_placements_where_uneven_parts_are_padded(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
+    """As along axes of more ranks."""
+    monkeypatch.setattr("dure.tensor.redistribute._MOST_PARTS", 1)
+    run_ranks(math.prod(sizes), worlds.redistributes, sizes, 200)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 3, 2)], ids=str)
 def test_all_placements_on_three_axes(sizes: tuple[int, ...]) -> None:

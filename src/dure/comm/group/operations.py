@@ -377,8 +377,9 @@ class ProcessGroup(GroupCore):
                 return None
             if done:
                 return self._plain_work("all_to_all", done, output)
-        outputs = output.chunk(self._size, output_dim)
-        return self.all_to_all(outputs, input.chunk(self._size, input_dim), async_op)
+        outputs = checks.parts_first(output, output_dim, self._size)
+        inputs = checks.parts_first(input, input_dim, self._size)
+        return self.all_to_all_single(outputs, inputs, async_op=async_op)
 
     def barrier(
         self, async_op: bool = False, timeout: timedelta | float | None = None
@@ -435,6 +436,11 @@ class ProcessGroup(GroupCore):
         """Group ranks by the host whose memory they share; each alone if they share none."""
         known = getattr(self._first, "hosts", None)
         return known or tuple((rank,) for rank in range(self._size))
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of `hosts`, without a table of all ranks."""
+        return len(getattr(self._first, "hosts", None) or ()) or self._size
 
     # ---- messages --------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ def _choose(
 ) -> Strategy:
     reason = None
     if requested != "gathered" and all_gather is None:
-        over_hosts = len(axes.shard_group.hosts) > 1
+        over_hosts = axes.shard_group.num_hosts > 1
         reason = why_not_shared(parameters, axes)
         if reason is None and over_hosts:
             reason = why_not_by_host(axes)

@@ -24,7 +24,13 @@ import torch
 
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
-from dure.parallel.fsdp.reducing import CustomCollective, padded_numel, padded_shape, parts_of
+from dure.parallel.fsdp.reducing import (
+    CustomCollective,
+    padded_numel,
+    padded_shape,
+    part_of,
+    places_of,
+)
 from dure.parallel.fsdp.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -195,12 +201,9 @@ class Gathered(Strategy):
             self._parameters, self._unsharded, pieces.split(sizes, dim=1), strict=True
         ):
             unsharded.untyped_storage().resize_(unsharded.numel() * unsharded.itemsize)
-            shape = padded_shape(parameter, len(pieces))
             with _unversioned(unsharded):
-                parts = parts_of(unsharded, parameter, len(pieces))
-                for piece, part in zip(theirs, parts, strict=False):
-                    size = part.shape[parameter.dim]
-                    part.copy_(piece.view(shape).narrow(parameter.dim, 0, size))
+                for piece, part in places_of(theirs, unsharded, parameter):
+                    part.copy_(piece)
 
     def reshard(self, for_backward: bool = False) -> None:
         """Free the unsharded parameters; until backward, keep the post-forward group's part."""
@@ -225,10 +228,8 @@ class Gathered(Strategy):
 
     def _part_for_backward(self, post_forward_group: ProcessGroup) -> torch.Tensor:
         size, rank = post_forward_group.size(), post_forward_group.rank()
-        parts: list[torch.Tensor] = []
-        for parameter, unsharded in zip(self._parameters, self._unsharded, strict=True):
-            found = parts_of(unsharded.detach(), parameter, size)
-            parts.append(
-                found[rank] if rank < len(found) else unsharded.narrow(parameter.dim, 0, 0)
-            )
+        parts = [
+            part_of(unsharded.detach(), parameter, size, rank)
+            for parameter, unsharded in zip(self._parameters, self._unsharded, strict=True)
+        ]
         return self._flat(parts, size)

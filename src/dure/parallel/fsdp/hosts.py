@@ -52,18 +52,44 @@ class SharedByHost(Shared):
     why = "CPU parameters, once a host"
 
     def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
-        hosts = len(axes.shard_group.hosts)
-        intra_node, self._inter_node = axes.intra_and_inter_node(axes.size // hosts)
+        num_hosts = axes.shard_group.num_hosts
+        intra_node, self._inter_node = axes.intra_and_inter_node(axes.size // num_hosts)
         self._is_gathered = False
         self._gathered_versions: list[int] = []
         super().__init__(parameters, axes, intra_node)
         self._rooms = [padded_numel(p, axes.size) * p.dtype.itemsize for p in self._parameters]
-        mine = self._inter_node.rank()
-        self._others = [
-            (host, self._read.rows_of(host * intra_node.size() + intra_node.rank()))
-            for host in range(hosts)
-            if host != mine
-        ]
+        self._others = [self._rows_of_others(n, intra_node) for n in range(len(parameters))]
+
+    def _rows_of_others(
+        self, number: int, intra_node: ProcessGroup
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Return the rows of a parameter that this rank copies, without its own.
+
+        Args:
+            number: Of the parameter.
+            intra_node: The ranks of this host.
+
+        Returns:
+            Pairs of a host and bytes [hosts, k]: the rows of it and of the hosts after it. There
+            are at most three pairs, for any number of hosts: those before this one, those after it,
+            and a host with fewer rows than a full part.
+        """
+        block = self._read.bytes_of(number)
+        size, mine, room = intra_node.size(), self._inter_node.rank(), self._rooms[number]
+        num_full, rest = divmod(block.numel(), max(room, 1))  # ranks with full parts; bytes left
+        end = max(0, -(-(num_full - intra_node.rank()) // size))  # hosts with full parts
+        spans = [(0, min(mine, end), room), (mine + 1, end, room)]
+        last_host, place = divmod(num_full, size)
+        if place == intra_node.rank() and last_host != mine:
+            spans.append((last_host, last_host + 1, rest))
+        found: list[tuple[int, torch.Tensor]] = []
+        for first, stop, nbytes in spans:
+            if first < stop and nbytes:
+                begin = (first * size + intra_node.rank()) * room
+                found.append(
+                    (first, block.as_strided((stop - first, nbytes), (size * room, 1), begin))
+                )
+        return found
 
     def publish(self) -> None:
         """Write what other ranks read; other hosts gather it again."""
@@ -107,8 +133,9 @@ class SharedByHost(Shared):
         return super().wait()
 
     def _spread(self, gathered: torch.Tensor) -> None:
-        for host, rows in self._others:
-            begin = 0
-            for row, room in zip(rows, self._rooms, strict=True):
-                row.view(-1).view(torch.uint8).copy_(gathered[host, begin : begin + row.nbytes])
-                begin += room
+        begin = 0
+        for others, room in zip(self._others, self._rooms, strict=True):
+            for host, rows in others:
+                count, nbytes = rows.shape
+                rows.copy_(gathered[host : host + count, begin : begin + nbytes])
+            begin += room

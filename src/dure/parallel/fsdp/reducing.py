@@ -23,7 +23,7 @@ the division comes after it. Only a hook can observe this. As in torch, it recei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +35,7 @@ from dure.comm.ops import ReduceOp
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.streams import SideStreams
+from dure.tensor.placement_types import chunk
 from dure.tensor.strides import stored_like
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ __all__ = [
     "Reduction",
     "padded_numel",
     "padded_shape",
-    "parts_of",
+    "part_of",
+    "places_of",
 ]
 
 
@@ -137,7 +139,8 @@ class Reduction:
             if gradient is None or parameter.unsharded_shape[parameter.dim] % size:
                 piece.zero_()
             if gradient is not None:
-                _copy_in(piece, gradient, parameter)
+                for there, part in places_of(piece, gradient, parameter):
+                    there.copy_(part)
         if self.streams is None:
             self._begin(flat, sizes, given)
             return
@@ -252,16 +255,36 @@ def padded_numel(parameter: FSDPParameter, size: int) -> int:
     return padded_shape(parameter, size).numel()
 
 
-def parts_of(unsharded: torch.Tensor, parameter: FSDPParameter, size: int) -> list[torch.Tensor]:
-    """Return the parts of an unsharded tensor; the last may be short, or missing."""
-    if unsharded.shape[parameter.dim] == 0:
-        return []
-    return list(unsharded.split(padded_shape(parameter, size)[parameter.dim], parameter.dim))
+def part_of(
+    unsharded: torch.Tensor, parameter: FSDPParameter, size: int, rank: int
+) -> torch.Tensor:
+    """Return part `rank` of `size` of an unsharded tensor; it may be short, or empty."""
+    length, offset = chunk(unsharded.shape[parameter.dim], size, rank)
+    return unsharded.narrow(parameter.dim, offset, length)
 
 
-def _copy_in(pieces: torch.Tensor, gradient: torch.Tensor, parameter: FSDPParameter) -> None:
-    """Copy an unsharded gradient into all ranks' padded parts [n, numel]."""
-    shape = padded_shape(parameter, len(pieces))
-    for piece, part in zip(pieces, parts_of(gradient, parameter, len(pieces)), strict=False):
-        size = part.shape[parameter.dim]
-        piece.view(shape).narrow(parameter.dim, 0, size).copy_(part)
+def places_of(
+    pieces: torch.Tensor, unsharded: torch.Tensor, parameter: FSDPParameter
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield where values of an unsharded tensor are in all ranks' padded parts, and in itself.
+
+    Args:
+        pieces: The padded parts [n, numel].
+        unsharded: The parameter or its gradient [unsharded_shape].
+        parameter: Says how it is cut.
+
+    Yields:
+        Views of `pieces` and `unsharded` of one shape: the full parts of all ranks that have one,
+        and the shorter part of the rank after them. So at most two pairs, for any number of ranks.
+    """
+    dim, shape = parameter.dim, padded_shape(parameter, len(pieces))
+    full, rows = shape[dim], unsharded.shape[dim]
+    if rows == 0:
+        return
+    num_full, rest = divmod(rows, full)
+    if num_full:
+        parts = unsharded.narrow(dim, 0, rows - rest).unflatten(dim, (num_full, full))
+        yield pieces[:num_full].view(num_full, *shape), parts.movedim(dim, 0)
+    if rest:
+        last = pieces[num_full].view(shape).narrow(dim, 0, rest)
+        yield last, unsharded.narrow(dim, rows - rest, rest)

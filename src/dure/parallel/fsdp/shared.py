@@ -278,6 +278,11 @@ class _Block:
             rows.append(_over(self._memory, begin, shape, unsharded.dtype))
         return rows
 
+    def bytes_of(self, number: int) -> torch.Tensor:
+        """Return the memory of an unsharded parameter; writes to it do not change its version."""
+        shape = torch.Size([self.unsharded[number].nbytes])
+        return _over(self._memory, self._starts[number], shape, torch.uint8)
+
 
 def _over(memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     room = piece_of(memory, start, shape.numel() * dtype.itemsize)

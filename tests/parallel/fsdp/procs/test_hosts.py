@@ -78,6 +78,21 @@ def test_all_hosts_see_what_a_rank_writes(pool, gradients):
     assert pool.run(_writes_seen, gradients) == [[14.0, 18.0]] * 4
 
 
+def _rows_seen(rank: int) -> list[float]:
+    """Each rank fills its rows with its number, from 1 on; return what a forward sees of all."""
+    model = _sharded(nn.Linear(1, 11, bias=False))
+    with torch.no_grad():
+        model[0].weight.to_local().fill_(float(rank + 1))
+        return model(torch.ones(1, 1))[0].tolist()
+
+
+def test_a_host_in_the_middle_copies_rows_of_hosts_before_and_after_it():
+    """Two rows per rank, and one of the last: it is on the last host, which a rank copies it to."""
+    with ProcessPool(6, None, hosts="aabbcc") as pool:
+        rows = [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 5.0, 6.0]
+        assert pool.run(_rows_seen) == [rows] * 6
+
+
 def _refused(rank: int) -> str:
     with pytest.raises(UsageError) as error:
         _sharded(nn.Linear(4, 4))
