@@ -33,6 +33,7 @@ ROWS = {
     1: "rendezvous",
     3: "sharding",
     5: "hosts",
+    6: "rpc",
     9: "launch",
 }
 """The modules, by the numbers of their rows in docs/scale.md."""

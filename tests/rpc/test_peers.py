@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import queue
 import subprocess
+import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import msgspec
 import pytest
 
-from dure.errors import RendezvousError
+from dure.errors import RendezvousError, StoreError
+from dure.rpc import peers as peers_module
 from dure.rpc.peers import PeerAddress, Peers
 from dure.store import HashStore
 from dure.store.builds import Build, own_build
 from dure.store.identity import Identity, myself, start_of
+from dure.store.wire import Reply, StoreRequest
 from tests.waiting import PATIENCE_S
 
 FAR = Identity(1, "then", "elsewhere", "another host")
@@ -130,3 +135,148 @@ def test_who_joins_is_told_of_those_that_are_gone() -> None:
     ]
     a.close()
     c.close()
+
+
+class SpyStore(HashStore):
+    """One process's handle on a shared store: counts requests, and may die before one of them."""
+
+    def __init__(self, shared: HashStore, dies_at: str = "") -> None:
+        super().__init__(timedelta(seconds=PATIENCE_S))
+        self.shared, self.dies_at = shared, dies_at
+        self.requests: Counter[str] = Counter()
+        self.ended = threading.Event()
+
+    def _answered(self, request: StoreRequest, patience_s: float) -> Reply | None:
+        if self.dies_at and request.keys[0].startswith(self.dies_at):
+            self.ended.set()
+            raise StoreError("the process has died", op=request.op)
+        self.requests[request.op] += 1
+        return self.shared._answered(request, patience_s)
+
+
+def test_a_process_joins_with_seven_requests_in_a_world_of_any_size() -> None:
+    shared, costs = HashStore(), list[int]()
+    for number in range(256):
+        Peers.join(store := SpyStore(shared), peer(f"w{number}"))
+        costs.append(store.requests.total())
+    assert set(costs[1:]) == {7}
+    assert costs[0] == 6  # there is nothing to read
+
+
+def test_processes_that_join_at_once_share_events() -> None:
+    """The first one writes the event for all requests."""
+    store, at_once = HashStore(), 256
+    lines = b"".join(
+        peers_module._request_line(peers_module._Request(peer(f"w{number}"), str(number))) + b"\n"
+        for number in range(at_once)
+    )
+    store.append("requests/0", lines)
+    last = Peers.join(spy := SpyStore(store), peer("last"))
+    assert spy.requests.total() == 6
+    assert [each.name for each in last.all()] == ["last", *(f"w{n}" for n in range(at_once))]
+
+
+def test_processes_that_join_at_once_each_send_few_requests() -> None:
+    shared, at_once = HashStore(), 256
+    stores = [SpyStore(shared) for _ in range(at_once)]
+    gate = threading.Barrier(at_once)
+
+    def join(number: int) -> None:
+        gate.wait()
+        Peers.join(stores[number], peer(f"w{number}"))
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(join, range(at_once)))
+    assert sum(store.requests.total() for store in stores) < at_once * 64  # one by one: 256 each
+    assert len(Peers.join(shared, peer("last")).all()) == at_once + 1
+
+
+def test_a_process_finds_itself_in_an_event_of_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both have requested; the second one's event is written first."""
+    monkeypatch.setattr(peers_module, "_PATIENCE", timedelta(milliseconds=10))
+    shared = HashStore()
+    first = SpyStore(shared)
+    joined: list[Peers] = []
+
+    def before_first_writes(request: StoreRequest, patience_s: float) -> Reply | None:
+        if request.op == "compare_set" and request.keys[0] == "event/0" and not joined:
+            joined.append(Peers.join(shared, peer("second")))
+        return shared._answered(request, patience_s)
+
+    first._answered = before_first_writes
+    a = Peers.join(first, peer("first"))
+    assert (a.own_id, joined[0].own_id) == (1, 0)
+    assert a.all() == joined[0].all()
+    assert shared.check(["event/0"])
+    assert not shared.check(["event/1"])
+
+
+def test_a_name_that_two_request_at_once_is_granted_to_one() -> None:
+    store = HashStore()
+
+    def join(_: int) -> Peers | Exception:
+        try:
+            return Peers.join(store, peer("same"))
+        except RendezvousError as error:
+            return error
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(join, range(4)))
+    assert sorted(type(each).__name__ for each in results) == ["Peers", *["RendezvousError"] * 3]
+
+
+def test_a_process_that_dies_with_a_request_delays_no_other_and_keeps_no_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers_module, "_PATIENCE", timedelta(milliseconds=10))
+    shared = HashStore()
+    Peers.join(shared, peer("a"))
+    with pytest.raises(StoreError):
+        Peers.join(SpyStore(shared, dies_at="event/1"), peer("dead", process=ended()))
+    b = Peers.join(spy := SpyStore(shared), peer("b"))
+    assert spy.requests.total() == 7 + 1  # it waits for the process that requested before it
+    assert [each.name for each in b.all()] == ["a", "b", "dead"]  # died just after it had joined
+    c = Peers.join(shared, peer("dead"))
+    assert [(each.id, each.name) for each in c.all()] == [(0, "a"), (1, "b"), (3, "dead")]
+
+
+def test_writers_that_die_before_they_count_cost_one_process_four_requests_each() -> None:
+    shared = HashStore()
+    for number in range(4):
+        Peers.join(shared, peer(f"w{number}"))
+    a = Peers.join(shared, peer("a"))
+    dying = SpyStore(shared)
+    dead = Peers.join(dying, peer("dead"))
+    dying.dies_at = "events"
+    for id in range(3):
+        dead._append(peers_module._Event(gone=id, how="signal 9"))
+    b = Peers.join(spy := SpyStore(shared), peer("b"))
+    assert spy.requests.total() == 7 + 3 * 4
+    assert [each.id for each in b.all()] == [3, 4, 5, 6]
+    c = Peers.join(after := SpyStore(shared), peer("c"))
+    assert after.requests.total() == 7
+    for each in (a, b, c):
+        each.close()
+
+
+def test_a_death_reaches_all_although_its_reporter_dies_after_one_request(
+    request: pytest.FixtureRequest,
+) -> None:
+    shared = HashStore()
+    watching = Peers.join(shared, peer("watching"))
+    seen = told(watching)
+    request.addfinalizer(watching.close)
+    reporting = SpyStore(shared)
+    reporter = Peers.join(reporting, peer("reporter"))
+    victim = Peers.join(shared, peer("victim"))
+    assert [seen.get(timeout=PATIENCE_S)[2] for _ in range(2)] == ["reporter", "victim"]
+    reporter._read()
+    reporting.dies_at = "events"
+    reporter.give_up(victim.own_id, "signal 9")
+    assert reporting.ended.wait(PATIENCE_S)
+    assert shared.check(["event/3"])
+    assert seen.get(timeout=PATIENCE_S) == ("gone", victim.own_id, "signal 9")
+    later = Peers.join(shared, peer("later"))
+    assert later._gone == {victim.own_id: "signal 9"}

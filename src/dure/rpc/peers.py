@@ -9,8 +9,21 @@ compare-and-set, so that all read the same events in the same order. A process t
 of them first, and so knows whether its name is free. A fixed world on one host has no log: there
 the kernel reports deaths, and a process that leaves notifies each other (`transport`).
 
-The log has two events per process that ever joined, so at most twice `MOST_IDS`, of some 150 bytes
-together. They are not removed; a process that joins reads them, some 10,000 per second.
+The one request that writes an event makes it valid, and wakes the processes that wait for it.
+Nothing is claimed before, so a process that dies between two requests delays no other process.
+More keys save requests, and may be wrong:
+
+- `events`, the *count*, is at most the number of events, because a writer raises it afterwards. A
+  process that joins reads that many events in one request. It finds the others, if a writer died
+  before it raised the count, when it tries to write.
+- `requests/N` are *requests* to join with event N. A process adds its own request. The first one
+  reads all, and writes one event for all of them. The others wait for it, but not for long, because
+  the first one may have died, and then write the event themselves. So of 1,000 processes that join
+  at once, each tries a few times, not 1,000 times. Requests that the written event does not contain
+  are repeated by their processes, with the next number.
+
+Each process that ever joined is in two events, so in at most twice `MOST_IDS`, of some 150 bytes
+together. They are not removed.
 
 An id is never reused: a process that was given up stays gone, and a process that replaces it under
 its name has another id.
@@ -18,10 +31,12 @@ its name has another id.
 
 from __future__ import annotations
 
+import random
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -42,6 +57,13 @@ _NAMED_S = 5.0
 another host, may be gone."""
 
 _LOOK_S = 0.1
+_PAUSE_S = 0.01
+"""How long, at most, a process that has to request again lets other requests arrive first; twice as
+long each time, up to `_LOOK_S`, so that few events are written if many processes join at once."""
+_PATIENCE = timedelta(seconds=1)
+"""How long a process waits for the event that another should write for it."""
+_COUNT_TRIES = 3
+"""How often a writer tries to raise the count before it leaves that to other writers."""
 _NONE = b"-"
 """Represents a missing key; never a value."""
 _CLOSE_S = 5.0
@@ -81,10 +103,22 @@ class PeerAddress(msgspec.Struct, array_like=True, frozen=True):
         return f"{self.name} (id {self.id}, {self.process})"
 
 
-class _Event(msgspec.Struct, array_like=True, frozen=True):
-    """A process has joined, or, if `joined` is None, the process `gone` has ended."""
+class _Request(msgspec.Struct, array_like=True, frozen=True):
+    """A process that wants to join; if it has joined, with its id.
 
-    joined: PeerAddress | None = None
+    Args:
+        peer: The process.
+        token: A random word, by which the process recognizes its request.
+    """
+
+    peer: PeerAddress
+    token: str
+
+
+class _Event(msgspec.Struct, array_like=True, frozen=True):
+    """Processes have joined, or, if `joined` is empty, the process `gone` has ended."""
+
+    joined: tuple[_Request, ...] = ()
     gone: int = -1
     how: str = ""
 
@@ -92,6 +126,8 @@ class _Event(msgspec.Struct, array_like=True, frozen=True):
 _pack = msgspec.msgpack.Encoder().encode
 _read_peer = msgspec.msgpack.Decoder(PeerAddress).decode
 _read_event = msgspec.msgpack.Decoder(_Event).decode
+_request_line = msgspec.json.Encoder().encode
+_read_requests = msgspec.json.Decoder(_Request).decode_lines
 
 
 class Peers:
@@ -116,7 +152,11 @@ class Peers:
         self._lock = threading.Lock()
         self._by_id = {peer.id: peer for peer in known}
         self._gone: dict[int, str] = {}
+        self._highest = max(self._by_id, default=-1)  # the highest id so far
+        self._token = secrets.token_hex(8)
         self._next = 0  # the event that is read next
+        self._counted = 0  # the count of events that was seen last
+        self._counting = threading.Lock()  # held while the count is raised
         self._reading = threading.Lock()  # held while the log is read
         self._unreported: deque[_Event] = deque()
         self._closed = False
@@ -153,27 +193,31 @@ class Peers:
         Raises:
             RendezvousError: A running process has this name, or the name is invalid; all ids were
                 used; the others run another build of Dure.
+
+        Cost:
+            Seven requests, in a world of any size; some four more each time that another process
+            writes the event.
         """
         _check_name(me)
-        peers = cls(store, me.id, (), logged=True)
+        peers = cls(store, -1, (), logged=True)
         deadline = time.monotonic() + silence_s() + _NAMED_S
+        peers._read_counted()
+        pause_s = 0.0
         while True:
-            peers._read()
-            living = [peer for peer in peers.all() if alive(peer.process) is not False]
-            require_one_build((peer.build, peer) for peer in (*living, me))
-            other = next((p for p in peers.all() if p.name == me.name), None)
+            known = peers.all()
+            _check_builds(known, me)
+            other = next((peer for peer in known if peer.name == me.name), None)
             if other is None:
-                id = peers._free_id(me.id)
-                if peers._write(_Event(joined=msgspec.structs.replace(me, id=id))):
-                    peers.own_id = id
-                    peers._read()
+                if peers._try_to_join(_Request(me, peers._token), pause_s):
                     return peers
+                pause_s = min(2 * pause_s + _PAUSE_S * random.random(), _LOOK_S)
             elif alive(other.process) is False:
                 peers._write(_Event(gone=other.id))
             elif alive(other.process) or time.monotonic() >= deadline:
                 raise _not_unique(me, other)
             else:
                 time.sleep(_LOOK_S)
+                peers._read()
 
     @property
     def me(self) -> PeerAddress:
@@ -238,34 +282,107 @@ class Peers:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
 
-    def _free_id(self, wanted: int) -> int:
-        """Return the wanted id if it is free, else another; -1 for any."""
-        had = self._by_id.keys() | self._gone.keys()
-        if wanted >= 0 and wanted not in had:
-            return wanted
-        for id in (max(had, default=-1) + 1, *range(MOST_IDS)):  # the first may be too large
-            if id < MOST_IDS and id not in had:
-                return id
+    # --- joining -----------------------------------------------------------------------------
+
+    def _try_to_join(self, own: _Request, pause_s: float) -> bool:
+        """Request to join with the next event, and write it or wait for it.
+
+        Args:
+            own: The request.
+            pause_s: How long the first process waits for other requests.
+
+        Returns:
+            Whether this process has joined.
+        """
+        event, key = f"event/{self._next}", f"requests/{self._next}"
+        self._store.append(key, _request_line(own) + b"\n")
+        if self._store.add(f"{key}/count", 1) == 1:
+            time.sleep(pause_s)
+        else:
+            with suppress(StoreTimeout):
+                self._store.wait([event], _PATIENCE)
+                self._read()
+                return self.own_id >= 0
+        requests = _read_requests(self._store.get(key))
+        self._write(_Event(joined=self._granted(own, requests)))
+        return self.own_id >= 0
+
+    def _granted(self, own: _Request, requests: Iterable[_Request]) -> tuple[_Request, ...]:
+        """Return the requests that can be granted, with their ids; this process's is the first.
+
+        The others are left to their processes, which raise the error.
+        """
+        names, ids = {peer.name for peer in self.all()}, set[int]()
+        granted: list[_Request] = []
+        for request in (own, *requests):
+            peer = request.peer
+            if peer.name in names or peer.build != own.peer.build:
+                continue
+            id = self._free_id(peer.id, ids)
+            if id is None:
+                break
+            names.add(peer.name)
+            ids.add(id)
+            granted.append(_Request(msgspec.structs.replace(peer, id=id), request.token))
+        if granted:
+            return tuple(granted)
         raise RendezvousError(
             "all ids were used",
             seen=f"{MOST_IDS:,} processes have joined",
             fix="Start a new world, with another `init_method` or store.",
         )
 
+    def _free_id(self, wanted: int, granted: set[int]) -> int | None:
+        """Return the wanted id if it is free, else another, None if all were used; -1 for any."""
+
+        def is_free(id: int) -> bool:
+            return not (id in self._by_id or id in self._gone or id in granted)
+
+        if wanted >= 0 and is_free(wanted):
+            return wanted
+        highest = max(self._highest, max(granted, default=-1))
+        candidates = (highest + 1, *range(MOST_IDS))  # the first may be too large
+        return next((id for id in candidates if id < MOST_IDS and is_free(id)), None)
+
     # --- the log -----------------------------------------------------------------------------
 
     def _append(self, event: _Event) -> None:
         """Write an event at the end, unless its process is known to be gone."""
         try:
-            while event.gone not in self._gone and not self._write(event):
-                self._read()
+            while event.gone not in self._gone:
+                self._write(event)
         except StoreError as error:
             _log.warning("the others cannot be notified of a process that is gone: %s", error)
 
-    def _write(self, event: _Event) -> bool:
-        """Write the next event; False if another process has written it."""
+    def _write(self, event: _Event) -> None:
+        """Write the next event, or apply the event that another process has written there."""
         packed = _pack(event)
-        return self._store.compare_set(f"event/{self._next}", "", packed) == packed
+        with self._reading:
+            there = self._store.compare_set(f"event/{self._next}", "", packed)
+            self._apply(_read_event(there))
+        if there == packed:
+            self._raise_count()
+
+    def _raise_count(self) -> None:
+        """Raise the count of events to those that are known; a lower count costs requests only."""
+        with suppress(StoreError), self._counting:
+            for _ in range(_COUNT_TRIES):
+                if self._counted >= self._next:
+                    return
+                known = str(self._counted) if self._counted else ""
+                there = self._store.compare_set("events", known, str(self._next))
+                self._counted = int(there)
+
+    def _read_counted(self) -> None:
+        """Read all events that are counted, in one request; others may follow."""
+        count = self._store.compare_set("events", _NONE, _NONE)
+        if count == _NONE:
+            return
+        with self._reading:
+            self._counted = int(count)
+            keys = [f"event/{number}" for number in range(self._next, self._counted)]
+            for packed in self._store.multi_get(keys):
+                self._apply(_read_event(packed))
 
     def _read(self) -> None:
         """Read the new events."""
@@ -279,11 +396,14 @@ class Peers:
     def _apply(self, event: _Event) -> None:
         with self._lock:
             self._next += 1
-            if event.joined is not None:
-                self._by_id[event.joined.id] = event.joined
-            elif event.gone in self._gone:
-                return
-            else:
+            for peer, token in ((each.peer, each.token) for each in event.joined):
+                self._by_id[peer.id] = peer
+                self._highest = max(self._highest, peer.id)
+                if token == self._token:
+                    self.own_id = peer.id
+            if not event.joined:
+                if event.gone in self._gone:
+                    return
                 self._gone[event.gone] = event.how
         self._unreported.append(event)
 
@@ -296,10 +416,11 @@ class Peers:
                 awaited = f"event/{self._next}"
             while self._unreported:
                 event = self._unreported.popleft()
-                if event.joined is None:
+                if not event.joined:
                     gone(event.gone, event.how)
-                elif event.joined.id != self.own_id:
-                    joined(event.joined)
+                for request in event.joined:
+                    if request.peer.id != self.own_id:
+                        joined(request.peer)
             if self._closed or self.own_id in self._gone:
                 return
             try:
@@ -310,6 +431,17 @@ class Peers:
                 if not self._closed:
                     _log.warning("workers that join or leave RPC are no longer noticed: %s", error)
                 return
+
+
+def _check_builds(known: Iterable[PeerAddress], me: PeerAddress) -> None:
+    """Compare the builds of running processes; few have to be looked up, because builds are equal.
+
+    Raises:
+        RendezvousError: They differ.
+    """
+    if any(peer.build != me.build and alive(peer.process) is not False for peer in known):
+        living = [peer for peer in known if alive(peer.process) is not False]
+        require_one_build((peer.build, peer) for peer in (*living, me))
 
 
 def _check_name(peer: PeerAddress) -> None:
