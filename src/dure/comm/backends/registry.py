@@ -99,7 +99,7 @@ class _Entry:
 
 
 _OURS: Mapping[str, _Entry] = {
-    "threads": _Entry(("cpu",), "threads.backend:create_threads", stages=True),
+    "threads": _Entry(("cpu",), "threads.backend:ThreadsOpening", opens=True, stages=True),
     "shm": _Entry(("cpu",), "shm.opening:ShmOpening", opens=True, stages=True),
     "gloo": _Entry(("cpu",), "torch_engine:GlooOpening", opens=True, stages=True),
     "mpi": _Entry(("cpu",), "mpi.backend:create_mpi", stages=True),

@@ -4,14 +4,16 @@ It makes odd world sizes, tests with 128 ranks and teaching cheap, and its code 
 definition of each collective: see `threads.rendezvous` and `threads.moves`. It is slow with large
 tensors, because one thread moves the data of all ranks.
 
-Ranks find each other through the group's store: rank 0 makes a `ThreadGroup`, keeps it in a table
-of this process under a random name until all have found it, and publishes the name.
+Ranks find each other in the exchange in which they create the group: rank 0 makes a `ThreadGroup`,
+keeps it in a table of this process under a random name until all have found it, and offers this
+name.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -23,37 +25,51 @@ from dure.comm.call import Call, call_site, place_of
 from dure.comm.memory import heap_empty
 from dure.errors import UsageError
 
-__all__ = ["ThreadBackend", "create_threads"]
+__all__ = ["ThreadBackend", "ThreadsOpening"]
 
-_NAME_KEY = "threads/name"
 _incomplete: dict[str, ThreadGroup] = {}
 
 
-def create_threads(options: BackendOptions) -> ThreadBackend:
-    """Find the other ranks of the group, which must be threads of this process.
+class ThreadsOpening:
+    """One rank's part of a group that is being created (see `backends.registry.Opening`)."""
 
-    Raises:
-        UsageError: The ranks are not all in one process.
-        StoreTimeout: Rank 0 did not call.
-    """
-    if options.rank == 0:
-        name = secrets.token_hex(8)
-        _incomplete[name] = ThreadGroup(options.name, options.size)
-        options.store.set(_NAME_KEY, f"{os.getpid()}/{name}")
-    options.store.wait([_NAME_KEY], options.timeout)
-    pid, _, name = options.store.get(_NAME_KEY).decode().partition("/")
-    rendezvous = _incomplete.get(name)
-    if rendezvous is None:
-        raise UsageError(
-            "the threads backend needs all ranks in one process",
-            group=options.name,
-            rank=options.rank,
-            seen=f"rank 0 is in process {pid}, this rank in {os.getpid()}",
-            fix="Use the shm or gloo backend for ranks that are processes.",
-        )
-    if rendezvous.join():
-        del _incomplete[name]
-    return ThreadBackend(options, rendezvous)
+    def __init__(self, options: BackendOptions) -> None:
+        self._options, self._name = options, ""
+        self._group: ThreadGroup | None = None
+        self.offer = b""
+        if options.rank == 0:
+            self._name = secrets.token_hex(8)
+            _incomplete[self._name] = ThreadGroup(options.name, options.size)
+            self.offer = f"{os.getpid()}/{self._name}".encode()
+
+    def connect(self, offers: Sequence[bytes]) -> None:
+        """Find the group that rank 0 has made.
+
+        Raises:
+            UsageError: The ranks are not all in one process.
+        """
+        options = self._options
+        pid, _, name = offers[0].decode().partition("/")
+        self._group = _incomplete.get(name)
+        if self._group is None:
+            raise UsageError(
+                "the threads backend needs all ranks in one process",
+                group=options.name,
+                rank=options.rank,
+                seen=f"rank 0 is in process {pid}, this rank in {os.getpid()}",
+                fix="Use the shm or gloo backend for ranks that are processes.",
+            )
+        if self._group.join():
+            del _incomplete[name]
+
+    def complete(self) -> ThreadBackend:
+        """Return this rank's backend."""
+        assert self._group is not None
+        return ThreadBackend(self._options, self._group)
+
+    def withdraw(self) -> None:
+        """Forget a group that not all ranks have found."""
+        _incomplete.pop(self._name, None)
 
 
 class ThreadBackend:
