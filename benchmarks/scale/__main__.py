@@ -34,6 +34,7 @@ ROWS = {
     3: "sharding",
     5: "hosts",
     6: "rpc",
+    7: "output",
     9: "launch",
 }
 """The modules, by the numbers of their rows in docs/scale.md."""

@@ -34,6 +34,8 @@ __all__ = [
     "study",
 ]
 
+_MOST_LISTED = 8
+"""How many ranks, runs of ranks, or calls a sentence lists."""
 _WAITED = frozenset({"CommTimeout", "PeerLost"})
 _EQUAL_SIZES = frozenset(
     {"all_reduce", "reduce", "broadcast", "all_gather_single", "reduce_scatter_single"}
@@ -73,10 +75,20 @@ class Difference:
     calls: dict[int, Record]
 
     def __str__(self) -> str:
-        calls = "; ".join(
-            f"rank {r} called {describe(c)}" + (f" at {c.site}" if c.site else "")
-            for r, c in self.calls.items()
-        )
+        texts = {
+            rank: f"called {describe(call)}" + (f" at {call.site}" if call.site else "")
+            for rank, call in self.calls.items()
+        }
+        if len(texts) <= _MOST_LISTED:
+            parts = [f"rank {rank} {text}" for rank, text in texts.items()]
+        else:
+            alike: dict[str, list[int]] = {}
+            for rank, text in texts.items():
+                alike.setdefault(text, []).append(rank)
+            parts = [f"{_ranks(ranks)} {text}" for text, ranks in alike.items()]
+            if len(parts) > _MOST_LISTED:
+                parts[_MOST_LISTED:] = [f"and {len(parts) - _MOST_LISTED} other calls"]
+        calls = "; ".join(parts)
         what = " and ".join(self.what)
         return f"the ranks differ in the {what} of #{self.seq} of group {self.group!r}: {calls}"
 
@@ -108,8 +120,7 @@ class Absence:
     failure: str = ""
 
     def __str__(self) -> str:
-        others = ", ".join(map(str, self.called_by))
-        who = f"rank{'s' if len(self.called_by) > 1 else ''} {others}"
+        who = _ranks(self.called_by)
         missed = f"{self.missed.op} #{self.missed.seq} of group {self.group!r}"
         if not self.has_file:
             return (
@@ -221,16 +232,37 @@ def _waits(flight: Flight) -> tuple[Wait, ...]:
                 found.pop(rank, None)
             elif call.is_message and not ended and 0 <= (call.peer or 0) < len(peers):
                 found[rank] = Wait(rank=rank, peer=peers[call.peer or 0], call=call)
-    return tuple(replace(wait, mutual=_in_cycle(rank, found)) for rank, wait in found.items())
+    cycles = _in_cycles(found)
+    return tuple(replace(wait, mutual=rank in cycles) for rank, wait in found.items())
 
 
-def _in_cycle(rank: int, waits: dict[int, Wait]) -> bool:
-    """Return whether `rank` waits for itself through a chain of waiting ranks."""
-    at, seen = rank, set[int]()
-    while at in waits and at not in seen:
-        seen.add(at)
-        at = waits[at].peer
-    return at == rank and rank in seen
+def _in_cycles(waits: dict[int, Wait]) -> set[int]:
+    """Return the ranks that wait for themselves through a chain of waiting ranks."""
+    found, seen = set[int](), set[int]()
+    for start in waits:
+        at, path = start, dict[int, int]()  # its ranks, with their positions
+        while at in waits and at not in seen:
+            seen.add(at)
+            path[at] = len(path)
+            at = waits[at].peer
+        if at in path:
+            found.update(list(path)[path[at] :])
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 0, 1" or, of many, "ranks 0-511, 513-1023"."""
+    if len(ranks) <= _MOST_LISTED:
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [f"{first}-{last}" if last > first else str(first) for first, last in runs]
+    more = sum(last - first + 1 for first, last in runs[_MOST_LISTED:])
+    return f"ranks {', '.join(shown[:_MOST_LISTED])}{f' and {more} more' if more else ''}"
 
 
 def _groups(flight: Flight) -> tuple[GroupView, ...]:
@@ -283,19 +315,23 @@ def _differ(values: Iterable[object]) -> bool:
 def _absences(flight: Flight, group: GroupView) -> list[Absence]:
     found: list[Absence] = []
     numbers = group.numbers
+    missed: dict[int, tuple[Record, tuple[int, ...]]] = {}  # the first call and the callers
     for rank in group.members:
         later = bisect_right(numbers, group.last(rank))
         if rank not in flight.ranks:  # its calls are unknown: show the others' last call
             later = len(numbers) - 1
         if not 0 <= later < len(numbers):
             continue
-        others = group.at(numbers[later])
-        first = min(others, key=lambda r: flight.time_ns(r, others[r].start_ns))
+        if later not in missed:
+            others = group.at(numbers[later])
+            first = min(others, key=lambda r: flight.time_ns(r, others[r].start_ns))
+            missed[later] = others[first], tuple(others)
+        call, called_by = missed[later]
         absence = Absence(
             group=group.name,
             rank=rank,
-            missed=others[first],
-            called_by=tuple(others),
+            missed=call,
+            called_by=called_by,
             has_file=rank in flight.ranks,
         )
         found.append(_with_history(flight, absence) if absence.has_file else absence)

@@ -5,19 +5,26 @@ the pair of clocks in each file, with the accuracy of the hosts' times of day.
 
 A folder may have files that cannot be merged: damaged files, files of another kind, version or job,
 two files of one rank. Each of them is reported, and the others are merged.
+
+Memory is bounded: if there are many files, only the last records of each are kept, as if the rank's
+ring had been smaller, and those that findings depend on (`_latest`). Files list the members of
+their groups, so equal lists are kept once.
 """
 
 from __future__ import annotations
 
 import errno
 import re
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from dure.errors import UsageError
+from dure.trace.events import State
 from dure.trace.files import CRASHED, FORMAT, VERSION
 from dure.trace.frames import user_frame
 from dure.trace.marks import Mark
@@ -26,7 +33,14 @@ from dure.trace.record import Record
 from dure.trace.spans import Span
 
 _MOST_BYTES = 1 << 28  # a hundred ranks' full records
+_OWN_START = b'{"format":"%s","version":%d,' % (FORMAT.encode(), VERSION)
+"""How `files.write` begins a file of this version."""
 _MOST_PROBLEMS = 20
+_MOST_RECORDS = 1 << 18
+"""How many records of all files together are kept, if there are at least `_LEAST_RECORDS` each."""
+_LEAST_RECORDS = 64
+_LAST_CALLS = 16
+"""How many collectives of each group are kept in any case; ranks are compared by them."""
 # Control characters as JSON escapes them (an escaped backslash is not one), DEL, C1 in UTF-8.
 _CONTROL = re.compile(
     rb"\\\\|\\u00(?:[01][0-9a-f]|[7-9][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE
@@ -138,7 +152,8 @@ class Flight:
     @property
     def absent(self) -> tuple[int, ...]:
         """Members of recorded groups that have no file."""
-        known = {r for f in self.ranks.values() for g in f.groups for r in g.ranks}
+        lists = {id(g.ranks): g.ranks for f in self.ranks.values() for g in f.groups}
+        known = {rank for ranks in lists.values() for rank in ranks}
         return tuple(sorted(known - self.ranks.keys()))
 
 
@@ -197,6 +212,10 @@ def read_files(paths: Iterable[Path], where: str, limits: Limits | None = None) 
     found: list[tuple[Path, RankFile]] = []
     problems: list[str] = []
     left = limits.all_bytes
+    paths = list(paths)
+    most = max(_LEAST_RECORDS, _MOST_RECORDS // max(1, len(paths)))
+    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
+    num_cut = 0
     for path in paths:
         try:
             content = _content(
@@ -206,14 +225,52 @@ def read_files(paths: Iterable[Path], where: str, limits: Limits | None = None) 
             file = _decode(content)
             if limits.accept is not None and not limits.accept(file):
                 raise _Unreadable("holds more than a rank records")
-            found.append((path, file))
+            cut = _latest(file, most)
+            num_cut += cut is not file
+            found.append((path, _with_shared_lists(cut, shared)))
         except _Unreadable as problem:
             problems.append(f"{_printable(path.name)}: {problem}")
     if not found:
         seen = "; ".join(problems[:_MOST_PROBLEMS]) or "no *.json file"
         raise UsageError(f"there is no flight record in {_printable(where)}", seen=seen)
     kept = _one_of_each(found, problems)
+    if num_cut:
+        problems.append(
+            f"the oldest records of {num_cut} files, because there are {len(paths)} files: some "
+            f"{most} of each are compared (`dure trace show FILE` shows the others)"
+        )
     return _on_one_clock(kept, tuple(problems))
+
+
+def _latest(file: RankFile, most: int) -> RankFile:
+    """Return a file without most of the old records, if it has more than `most`.
+
+    Kept are the last records, the first failed one, and of each group the last collectives: a rank
+    whose last collective was dropped would seem to have never called it.
+    """
+    if max(len(file.records), len(file.spans), len(file.marks)) <= most:
+        return file
+    records = file.records
+    kept = set(range(max(0, len(records) - most), len(records)))
+    of_group: dict[str, deque[int]] = {}
+    for index, record in enumerate(records):
+        if not record.is_message:
+            of_group.setdefault(record.group, deque(maxlen=_LAST_CALLS)).append(index)
+    kept.update(*of_group.values())
+    failed = (index for index, record in enumerate(records) if record.state is State.FAILED)
+    kept.update(list(failed)[:1])
+    return replace(
+        file,
+        records=tuple(records[index] for index in sorted(kept)),
+        spans=file.spans[-most:],
+        marks=file.marks[-most:],
+    )
+
+
+def _with_shared_lists(file: RankFile, shared: dict[tuple[int, ...], tuple[int, ...]]) -> RankFile:
+    """Return a file whose lists of members are those of `shared`, which has each list once."""
+    groups = (replace(g, ranks=shared.setdefault(g.ranks, g.ranks)) for g in file.groups)
+    return replace(file, groups=tuple(groups))
 
 
 def read_file(path: Path) -> RankFile:
@@ -229,6 +286,9 @@ def read_file(path: Path) -> RankFile:
 
 
 def _decode(content: bytes) -> RankFile:
+    if content.startswith(_OWN_START):  # the common case: one pass
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return msgspec.json.decode(content, type=RankFile)
     try:
         header = msgspec.json.decode(content, type=_Header)
     except (msgspec.ValidationError, RecursionError):

@@ -113,3 +113,15 @@ def test_where_names_the_users_line_and_what_it_called() -> None:
     assert where((library, package, library)).startswith(str(package))
     for without in ((), (library,), (StackFrame(child.__file__, 5, "main"), library)):
         assert where(without) == "in no line of the program (starting or ending)"
+
+
+def test_ranks_of_a_summary_are_not_compared_with_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[object] = []
+    monkeypatch.setattr(RankResult, "__eq__", lambda a, b: compared.append(b) or a is b)
+    trace = [TRACE.format(line=1 + n % 2, rank=n) for n in range(256)]
+    text = shown(*(rank(n, Exit(code=1), trace[n]) for n in range(256)))
+    assert "253,254 failed in the same way" not in text
+    assert "2,4,6" in text and len(text.splitlines()) < 12
+    assert not compared
