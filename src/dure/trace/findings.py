@@ -82,10 +82,10 @@ class Difference:
         if len(texts) <= _MOST_LISTED:
             parts = [f"rank {rank} {text}" for rank, text in texts.items()]
         else:
-            alike: dict[str, list[int]] = {}
+            by_text: dict[str, list[int]] = {}
             for rank, text in texts.items():
-                alike.setdefault(text, []).append(rank)
-            parts = [f"{_ranks(ranks)} {text}" for text, ranks in alike.items()]
+                by_text.setdefault(text, []).append(rank)
+            parts = [f"{_ranks(ranks)} {text}" for text, ranks in by_text.items()]
             if len(parts) > _MOST_LISTED:
                 parts[_MOST_LISTED:] = [f"and {len(parts) - _MOST_LISTED} other calls"]
         calls = "; ".join(parts)

@@ -80,11 +80,11 @@ def _failure(
         lines += _traceback(failure.rank, failure.crash.traceback, shown)
     lines += [f"  {what}" for what in _doing(failure)]
     others = [rank for rank in result.ranks if not rank.is_process_of(failure)]
-    alike = [_is_alike(rank, failure) for rank in others]
-    same = [rank for rank, is_alike in zip(others, alike, strict=True) if is_alike]
+    similar = [_is_alike(rank, failure) for rank in others]
+    same = [rank for rank, is_similar in zip(others, similar, strict=True) if is_similar]
     if same:
         lines.append(f"{_ranks(same)} failed in the same way")
-    others = [rank for rank, is_alike in zip(others, alike, strict=True) if not is_alike]
+    others = [rank for rank, is_similar in zip(others, similar, strict=True) if not is_similar]
     if others:
         replaced = any(rank.rank == failure.rank for rank in others)
         then = "it was replaced" if replaced else "the others continued without it"
