@@ -31,6 +31,7 @@ from dure.cli.machine import busy_cores, conditions
 
 ROWS = {
     1: "rendezvous",
+    2: "groups",
     3: "sharding",
     5: "hosts",
     6: "rpc",

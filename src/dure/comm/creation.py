@@ -19,11 +19,9 @@ one that has ended to all. The keys of a group are removed when all its members 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -41,6 +39,7 @@ from dure.comm.backends.staged import serving
 from dure.comm.checks import duration
 from dure.comm.group import GroupSpec, ProcessGroup
 from dure.comm.group_lines import report_group
+from dure.comm.rank_text import listed_ranks
 from dure.comm.world import World
 from dure.errors import (
     Desync,
@@ -67,9 +66,6 @@ _LOOK_S = 0.05
 _LONGEST_LOOK_S = 1.0
 _WATCHERS = 2
 """How many ranks of a host watch its processes while a group is created."""
-
-_LISTED = 64
-"""How many ranks of a group a message lists."""
 
 RENDEZVOUS_LIMIT = timedelta(minutes=5)
 """How long group creation waits for members by default."""
@@ -180,16 +176,6 @@ def _summarize(packed: Sequence[bytes]) -> bytes:
     return _pack(_GroupSummary(offers))
 
 
-def _listed_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text that differs for different ranks, and is short for any number."""
-    if len(ranks) <= _LISTED:
-        return str(list(ranks))
-    some, half = list(ranks), _LISTED // 2
-    digest = hashlib.blake2b(array("q", some).tobytes(), digest_size=8).hexdigest()
-    first, last = (", ".join(map(str, each)) for each in (some[:half], some[-half:]))
-    return f"[{first}, ..., {last}] ({len(some)} ranks, digest {digest})"
-
-
 class _GroupCreation:
     """One rank's part of a group that is being created."""
 
@@ -221,7 +207,7 @@ class _GroupCreation:
         options = self.spec.pg_options
         verify = options.get("verify") if isinstance(options, Mapping) else None
         compares = "" if verify is None else f", verify={verify}"
-        ranks = _listed_ranks(self.spec.global_ranks)
+        ranks = listed_ranks(self.spec.global_ranks)
         return f"ranks {ranks}, backend {self.spec.backend!r}{compares}"
 
     def open(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from dure.comm.call import members_code
 from dure.comm.creation import GroupSpec, as_timeout, check_ranks, create_groups
 from dure.comm.group import ProcessGroup
+from dure.comm.rank_text import name_of_ranks
 from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import CommError, CommTimeout, Desync, RendezvousTimeout, UsageError
 
@@ -39,7 +40,7 @@ def _next_name(world: World, ranks: tuple[int, ...], local: bool) -> str:
     if not local:
         world.num_created += 1
         return f"{world.num_created}"
-    return f"{'-'.join(map(str, ranks))}/{world.created_locally.get(ranks, 0) + 1}"
+    return f"{name_of_ranks(ranks)}/{world.created_locally.get(ranks, 0) + 1}"
 
 
 def new_group(
@@ -220,7 +221,7 @@ def _announce(default: ProcessGroup, rank_lists: Sequence[Sequence[int]], limit:
             rank=default.rank(),
             world_size=default.size(),
             elapsed_s=limit.total_seconds(),
-            came=tuple(r for r in range(default.size()) if r not in error.missing),
+            came=tuple(sorted(set(range(default.size())).difference(error.missing))),
             missing=error.missing,
             fix="All ranks of the world call new_group, members or not; only members do with "
             "use_local_synchronization=True.",

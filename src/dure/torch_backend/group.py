@@ -9,6 +9,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from dure.comm.creation import as_timeout, check_ranks
+from dure.comm.rank_text import name_of_ranks
 from dure.torch_backend.engine import GroupRequest, build
 from dure.torch_backend.messages import PointToPoint
 from dure.torch_backend.moves import Moves
@@ -51,7 +52,7 @@ class TorchGroup(ReductionOperations, Moves, PointToPoint):
         check_ranks(ranks, self.size(), "split_group")
         if self.rank() not in ranks:
             return None
-        name = group_name or f"{self.group_name}:split:{'-'.join(map(str, ranks))}"
+        name = group_name or f"{self.group_name}:split:{name_of_ranks(ranks)}"
         request = GroupRequest(
             store=c10d.PrefixStore(f"{name}/", self.get_group_store()),
             rank=list(ranks).index(self.rank()),
