@@ -147,7 +147,7 @@ def new_groups(
         As `new_group`.
 
     Cost:
-        That of one group (comm/creation.py).
+        That of one group, and one request per group that this rank is in (comm/creation.py).
     """
     options = [GroupOptions()] * len(rank_lists) if options is None else options
     return _new_groups(rank_lists, options, False, False, "new_groups")
