@@ -360,9 +360,12 @@ class Tree:
     def _begin_reduce(self, state: FSDPState) -> None:
         """Start to reduce a module's gradients, and finish reductions that started long before.
 
-        So flat copies of gradients do not pile up until backward ends.
+        So flat copies of gradients do not pile up until backward ends. An earlier one is freed
+        first, so that the next one gets its memory.
         """
         while any(group.reduction.is_begun for group in state.groups):  # earlier in this backward
+            self._finish_reduce()
+        while len(self._reducing) >= _MOST_REDUCTIONS:
             self._finish_reduce()
         begin = now()
         state.begin_reduce()

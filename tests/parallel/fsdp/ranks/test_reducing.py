@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -105,3 +106,32 @@ def test_frozen_parameters_have_no_gradient_and_no_state_and_are_not_reduced(ran
     flags = 2  # each parameter of the group has one element a rank
     reduced = [e.nbytes for e in seen.events if e.op == "reduce_scatter_single"]
     assert reduced == [(ADAPTER + 2 * flags) * 4] * LAYERS
+
+
+@on_ranks(2)
+def test_at_most_two_groups_have_flat_gradients_at_the_same_time(rank):
+    """The third group gets the memory of the first, which is freed before."""
+    model: Any = layers_apart(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))))
+    groups = [g for layer in model for g in layer._groups()]
+    others_begun: list[int] = []
+    for group in groups:
+        group.reduction = _Watched(
+            group.reduction,
+            lambda: others_begun.append(sum(g.reduction.is_begun for g in groups)),
+        )
+    model(torch.ones(2, 4)).sum().backward()
+    assert others_begun == [0, 1, 1, 1, 1]
+
+
+class _Watched:
+    """A reduction that calls `before` when it begins."""
+
+    def __init__(self, reduction: Any, before: Callable[[], object]) -> None:
+        self._reduction, self._before = reduction, before
+
+    def begin(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._before()
+        self._reduction.begin(gradients)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reduction, name)
