@@ -22,6 +22,7 @@ from tests.arch.sources import (
 MAY_IMPORT_TORCH_DISTRIBUTED = {
     PACKAGE / "comm" / "backends" / "torch_engine.py",
     *(PACKAGE / "torch_backend").glob("*.py"),
+    PACKAGE / "checkpoint" / "torch_writing.py",  # writes torch's checkpoints, for `convert`
     PACKAGE / "cli" / "bench" / "rank.py",  # as the rival of a benchmark, and nothing else
     PACKAGE / "tensor" / "debug.py",  # counts under the names of operators that torch defines there
     *(  # parts of torch that know nothing of process groups, at torch's paths

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dure.checkpoint.checkpointer import Checkpointer, Saved
+from dure.checkpoint.converting import convert
 from dure.checkpoint.file_storages import (
     FileSystemReader,
     FileSystemWriter,
@@ -90,6 +91,7 @@ __all__ = [
     "WriteItem",
     "async_save",
     "consolidate",
+    "convert",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",

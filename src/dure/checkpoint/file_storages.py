@@ -22,6 +22,7 @@ from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadIte
 from dure.checkpoint.restoring import Read, read_slices, reads_of, was_written
 from dure.checkpoint.slices import Box, Piece
 from dure.checkpoint.storage import CheckpointId, StorageReader, done
+from dure.checkpoint.torch_folder import TorchFolder, is_torch_folder
 from dure.checkpoint.weight_folder import MAX_FILE_BYTES
 from dure.checkpoint.weight_reading import catalog_of_weights
 from dure.errors import CheckpointMismatch, UsageError
@@ -230,15 +231,33 @@ def _box_of(item: ReadItem) -> Box:
 
 
 class FileSystemReader(FolderReader):
-    """The folder that `load` reads.
+    """The folder that `load` reads: a checkpoint of Dure, or of `torch.distributed.checkpoint`.
 
     Args:
         path: The folder.
     """
 
+    _theirs: TorchFolder | None = None
+
     def read_catalog(self, folder: Path) -> Catalog:
         """Return the manifest."""
         return catalog_of(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the folder holds; reads the manifest, or torch's `.metadata`.
+
+        Raises:
+            CheckpointError: There is nothing, or it is damaged or lies.
+        """
+        folder = folder_of(self.path, "read_metadata")
+        self._theirs = TorchFolder(folder) if is_torch_folder(folder) else None
+        return super().read_metadata() if self._theirs is None else self._theirs.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read items; slices of Dure that are read completely are compared with their checksum."""
+        if self._theirs is None:
+            return super().read_data(plan, planner)
+        return self._theirs.fill(plan, planner)
 
 
 class HuggingFaceStorageReader(FolderReader):

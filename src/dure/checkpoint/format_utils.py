@@ -36,7 +36,9 @@ __all__ = [
     "BroadcastingTorchSaveReader",
     "DynamicMetaLoadPlanner",
     "dcp_to_torch_save",
+    "read_torch_file",
     "torch_save_to_dcp",
+    "write_torch_file",
 ]
 
 
@@ -59,12 +61,12 @@ def dcp_to_torch_save(
     folder = Path(dcp_checkpoint_dir)
     catalog = catalog_of(folder)
     state = decode(catalog.tree, cache(Mapped(folder, catalog).checked))
-    _replace(Path(torch_save_path), state)
+    write_torch_file(Path(torch_save_path), state)
 
 
-def _replace(path: Path, state: Any) -> None:
+def write_torch_file(path: Path, state: Any) -> None:
     """Write a file of `torch.save` beside the place of `path`, and rename it."""
-    hidden = path.with_name(f".saving-{path.name}")
+    hidden = path.with_name(f".saving-{path.name}.pt")  # torch refuses a name that is a suffix only
     what = "the file was not written"
     try:
         torch.save(state, hidden)
@@ -105,12 +107,17 @@ def torch_save_to_dcp(
         torch_save_to_dcp(folder / "old.pt", folder / "new")
         ```
     """
-    state = _load(torch_save_path)
+    state = read_torch_file(torch_save_path)
     folder = Path(dcp_checkpoint_dir)
     save_into(folder, state, Ranks(None, alone=True))
 
 
-def _load(path: str | PathLike[str]) -> dict[str, Any]:
+def read_torch_file(path: str | PathLike[str]) -> dict[str, Any]:
+    """Return the dict that a file of `torch.save` has; its tensors are mapped.
+
+    Raises:
+        CheckpointError: The file would run code, is none of torch, or holds no dict.
+    """
     try:
         os.close(open_plain(path))  # torch would wait for a pipe
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -175,7 +182,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
 
 def _tensors(path: Any, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {name: leaf.value for name, leaf in flatten(_load(path)).items()}
+    found = {name: leaf.value for name, leaf in flatten(read_torch_file(path)).items()}
     absent = [n for n, t in wanted.items() if getattr(found.get(n), "shape", None) != t.shape]
     if absent:
         raise CheckpointMismatch("tensors are not so in the file", path=f"{path}", seen=few(absent))

@@ -34,6 +34,7 @@ from dure.checkpoint.restoring import Loaded, load_from
 from dure.checkpoint.saving import save_into
 from dure.checkpoint.staging import AsyncStager
 from dure.checkpoint.storage import StorageReader, StorageWriter
+from dure.checkpoint.torch_folder import is_torch_folder
 from dure.checkpoint.weight_folder import save_weights
 from dure.checkpoint.weight_reading import catalog_of_weights
 from dure.comm.profiling import recorded
@@ -256,7 +257,7 @@ def load(
         state_dict: As for `save`; it may be of another mesh, other placements or another world, and
             it may be less than what was saved. Tensors keep their dtype: elements are converted.
             Tensors on the meta device are replaced by loaded ones; those of a module are refused.
-        checkpoint_id: The folder.
+        checkpoint_id: The folder; also one that `torch.distributed.checkpoint` has saved.
         storage_reader: The same; `checkpoint_id` goes before it. A `HuggingFaceStorageReader` reads
             a folder of weights; a custom `StorageReader`, its own form.
         planner: `DefaultLoadPlanner(allow_partial_load=True)` leaves missing entries alone; a
@@ -306,8 +307,9 @@ def _load(
         partial = isinstance(planner, DefaultLoadPlanner) and planner.allow_partial_load
         path = folder_of(_where(checkpoint_id, reader), "load")
         weights = isinstance(reader, HuggingFaceStorageReader)
-        reading = catalog_of_weights if weights else catalog_of
-        return load_from(path, state_dict, ranks, partial, reading)
+        if weights or not is_torch_folder(path):
+            reading = catalog_of_weights if weights else catalog_of
+            return load_from(path, state_dict, ranks, partial, reading)
     if reader is None:
         reader = FileSystemReader(folder_of(checkpoint_id, "load"))
     elif checkpoint_id is not None:

@@ -120,3 +120,31 @@ def consolidate(
 
     write(folder, to, prefix, overwrite=overwrite)
     print(f"written to {to}")
+
+
+@commands.command(help="Write a checkpoint in another form.")
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder of Dure, of torch.distributed.checkpoint (.distcp) or of weights, or a "
+            "file of torch.save.",
+            exists=True,
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="The folder or file that is written.")],
+    to: Annotated[
+        str, typer.Option(help="dure, safetensors, torch (one file) or distcp.")
+    ] = "dure",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a checkpoint at TARGET.")
+    ] = False,
+) -> None:
+    """Convert in one process, slice by slice."""
+    from dure.checkpoint.converting import FORMATS  # lazy: torch
+    from dure.checkpoint.converting import convert as write  # lazy: torch
+
+    if to not in FORMATS:
+        raise typer.BadParameter(f"{to!r} is none of {', '.join(FORMATS)}", param_hint="--to")
+    write(source, target, to, overwrite=overwrite)
+    print(f"written to {target}")

@@ -1,0 +1,118 @@
+"""Writes a folder that `torch.distributed.checkpoint` loads, with torch's own writer.
+
+torch's `save` asks a planner for what to write, and for the data of one item after the other: here
+for the slices of a `Taken`, so that one slice at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dure.checkpoint.saving import Taken
+from dure.checkpoint.slice_files import Slice
+from dure.checkpoint.slices import Box, full_box
+from dure.checkpoint.tree import Index, Leaf, Named
+from dure.errors import CheckpointError
+
+__all__ = ["write_torch_folder"]
+
+
+def write_torch_folder(folder: Path, taken: Taken, leaves: dict[str, Leaf]) -> None:
+    """Write a checkpoint into a folder that has none.
+
+    Args:
+        folder: The folder; made if absent.
+        taken: The tensors.
+        leaves: Tensors, as `Named`, and values, by name.
+
+    Raises:
+        CheckpointError: It cannot be written. torch writes `.metadata` last, so that the folder has
+            no checkpoint then.
+    """
+    # lazy: torch's checkpoints take a second to import, and only this needs them
+    from torch.distributed import checkpoint as theirs
+    from torch.distributed.checkpoint import default_planner
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import (
+        SavePlan,
+        SavePlanner,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
+
+    def items_of(name: str, leaf: Leaf) -> list[Any]:
+        if not isinstance(leaf.value, Named):
+            return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
+        kind, boxes, _ = taken.offer[leaf.value]
+        boxes = boxes or (full_box(kind.shape),)
+        whole = boxes == (full_box(kind.shape),)
+        size = torch.Size(kind.shape)
+        return [
+            WriteItem(
+                MetadataIndex(name, torch.Size(box.offsets)),
+                WriteItemType.TENSOR if whole else WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                    TensorProperties(kind.torch_dtype),
+                    size,
+                ),
+            )
+            for box in boxes
+        ]
+
+    paths = {name: _keys(leaf.path) for name, leaf in leaves.items()}
+
+    class Streaming(SavePlanner):
+        def set_up_planner(
+            self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+        ) -> None: ...
+
+        def create_local_plan(self) -> Any:
+            found = [item for name, leaf in leaves.items() for item in items_of(name, leaf)]
+            return SavePlan(found, planner_data=paths)
+
+        def create_global_plan(self, all_plans: list[Any]) -> Any:
+            plans, metadata = default_planner.create_default_global_save_plan(all_plans)
+            metadata.planner_data = paths
+            return plans, metadata
+
+        def finish_plan(self, new_plan: Any) -> Any:
+            return new_plan
+
+        def resolve_data(self, write_item: Any) -> Any:
+            value = leaves[write_item.index.fqn].value
+            if not isinstance(value, Named):
+                made = io.BytesIO()
+                torch.save(value, made)
+                return made
+            chunk = write_item.tensor_data.chunk
+            kind, box = taken.offer[value][0], Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            if not box.num_elements:
+                return torch.empty(box.sizes, dtype=kind.torch_dtype, device="cpu")
+            return taken.memory[Slice(value, box)]
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = theirs.FileSystemWriter(folder)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            theirs.save({}, storage_writer=writer, planner=Streaming(), no_dist=True)
+    except (OSError, theirs.CheckpointException) as e:
+        raise CheckpointError(
+            "the checkpoint was not written", path=str(folder), seen=f"{e}"
+        ) from e
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return keys as torch's: ints are places in lists, keys of dicts are strings."""
+    return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
