@@ -99,7 +99,9 @@ def test_weights_as_safetensors_and_back(source, tmp_path):
 
 def test_values_are_no_weights(tmp_path):
     made("distcp", tmp_path / "a")
-    with pytest.raises(CheckpointException, match="only contain tensors: .groups.0.lr. is a value"):
+    with pytest.raises(
+        CheckpointException, match=r"only contain tensors: .groups\.0\.lr. is a value"
+    ):
         convert(tmp_path / "a", tmp_path / "b", "safetensors")
     assert not list((tmp_path / "b").glob("*.safetensors"))
 
@@ -166,7 +168,7 @@ def test_a_source_that_is_nothing_of_it(tmp_path):
 def test_a_form_that_is_none(tmp_path):
     made("dure", tmp_path / "a")
     with pytest.raises(UsageError, match="to='zip'"):
-        convert(tmp_path / "a", tmp_path / "b", "zip")
+        convert(tmp_path / "a", tmp_path / "b", "zip")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_command_line(tmp_path):

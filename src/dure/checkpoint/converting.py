@@ -1,7 +1,7 @@
 """`convert`: a checkpoint of one form as one of another, slice by slice.
 
-Whatever the source is, it becomes a `Taken`, as if this process had it in memory: names, kinds and
-slices, whose elements are read when they are written.
+A source becomes a `Taken`, as if this process had it in memory: names, kinds and slices, whose
+elements are read when they are written.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def convert(
 
     Raises:
         UsageError: `to` is none of these; `target` is taken; values among weights.
-        CheckpointError: `source` is nothing of it, or damaged, or would run code. What was at
-            `target` is as it was.
+        CheckpointError: `source` is none of these, or damaged, or would run code. The target is as
+            it was.
 
     Cost: every byte is read and written once; memory of the largest slice, with "torch" that of all
     tensors that are stored in several slices.

@@ -99,7 +99,7 @@ _CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
 """What may be in `.metadata`, and what is made of it."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """Makes the classes of `_CLASSES`, and torch's dtypes."""
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -116,10 +116,8 @@ def _fault_of(found: Any) -> str:
 
     Attributes of an object come from the file, so that any may be missing, or of another type.
     """
-    names, places = (
-        getattr(found, "state_dict_metadata", None),
-        getattr(found, "storage_data", None),
-    )
+    names = getattr(found, "state_dict_metadata", None)
+    places = getattr(found, "storage_data", None)
     if not isinstance(found, Metadata) or not isinstance(names, dict):
         return "there is no list of names"
     if not isinstance(places, dict) or not all(map(_is_place, places.values())):
@@ -148,7 +146,8 @@ def _is_chunk(chunk: Any, size: torch.Size) -> bool:
         return False
     if len(offsets) != len(size) or len(sizes) != len(size):
         return False
-    return all(0 <= at and at + n <= full for at, n, full in zip(offsets, sizes, size, strict=True))
+    ranges = zip(offsets, sizes, size, strict=True)
+    return all(at >= 0 and n >= 0 and at + n <= full for at, n, full in ranges)
 
 
 class TorchFolder:
@@ -166,7 +165,7 @@ class TorchFolder:
         path = folder / _METADATA
         try:
             with os.fdopen(open_plain(path), "rb") as file:
-                found = _Unpickler(file).load()
+                found = _MetadataUnpickler(file).load()
         except Exception as e:  # of many classes: the bytes may be anything
             raise CheckpointError(_CANNOT, path=str(folder), seen=f"{path}: {e}") from e
         fault = _fault_of(found)

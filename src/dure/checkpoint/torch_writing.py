@@ -35,35 +35,29 @@ def write_torch_folder(folder: Path, taken: Taken, leaves: dict[str, Leaf]) -> N
             no checkpoint then.
     """
     # lazy: torch's checkpoints take a second to import, and only this needs them
-    from torch.distributed import checkpoint as theirs
-    from torch.distributed.checkpoint import default_planner
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-    )
-    from torch.distributed.checkpoint.planner import (
-        SavePlan,
-        SavePlanner,
-        TensorWriteData,
-        WriteItem,
-        WriteItemType,
+    from torch.distributed.checkpoint import (
+        api,
+        default_planner,
+        filesystem,
+        metadata,
+        planner,
+        state_dict_saver,
     )
 
     def items_of(name: str, leaf: Leaf) -> list[Any]:
         if not isinstance(leaf.value, Named):
-            return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
+            return [planner.WriteItem(metadata.MetadataIndex(name), planner.WriteItemType.BYTE_IO)]
         kind, boxes, _ = taken.offer[leaf.value]
         boxes = boxes or (full_box(kind.shape),)
-        whole = boxes == (full_box(kind.shape),)
+        in_one = boxes == (full_box(kind.shape),)
         size = torch.Size(kind.shape)
         return [
-            WriteItem(
-                MetadataIndex(name, torch.Size(box.offsets)),
-                WriteItemType.TENSOR if whole else WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
-                    TensorProperties(kind.torch_dtype),
+            planner.WriteItem(
+                metadata.MetadataIndex(name, torch.Size(box.offsets)),
+                planner.WriteItemType.TENSOR if in_one else planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(
+                    metadata.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                    metadata.TensorProperties(kind.torch_dtype),
                     size,
                 ),
             )
@@ -72,19 +66,19 @@ def write_torch_folder(folder: Path, taken: Taken, leaves: dict[str, Leaf]) -> N
 
     paths = {name: _keys(leaf.path) for name, leaf in leaves.items()}
 
-    class Streaming(SavePlanner):
+    class Streaming(planner.SavePlanner):
         def set_up_planner(
             self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
         ) -> None: ...
 
         def create_local_plan(self) -> Any:
             found = [item for name, leaf in leaves.items() for item in items_of(name, leaf)]
-            return SavePlan(found, planner_data=paths)
+            return planner.SavePlan(found, planner_data=paths)
 
         def create_global_plan(self, all_plans: list[Any]) -> Any:
-            plans, metadata = default_planner.create_default_global_save_plan(all_plans)
-            metadata.planner_data = paths
-            return plans, metadata
+            plans, about = default_planner.create_default_global_save_plan(all_plans)
+            about.planner_data = paths
+            return plans, about
 
         def finish_plan(self, new_plan: Any) -> Any:
             return new_plan
@@ -103,14 +97,13 @@ def write_torch_folder(folder: Path, taken: Taken, leaves: dict[str, Leaf]) -> N
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        writer = theirs.FileSystemWriter(folder)
+        writer = filesystem.FileSystemWriter(folder)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            theirs.save({}, storage_writer=writer, planner=Streaming(), no_dist=True)
-    except (OSError, theirs.CheckpointException) as e:
-        raise CheckpointError(
-            "the checkpoint was not written", path=str(folder), seen=f"{e}"
-        ) from e
+            state_dict_saver.save({}, storage_writer=writer, planner=Streaming(), no_dist=True)
+    except (OSError, api.CheckpointException) as e:
+        what = "the checkpoint was not written"
+        raise CheckpointError(what, path=str(folder), seen=f"{e}") from e
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
