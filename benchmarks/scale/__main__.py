@@ -36,6 +36,7 @@ ROWS = {
     5: "hosts",
     6: "rpc",
     7: "output",
+    8: "planning",
     9: "launch",
 }
 """The modules, by the numbers of their rows in docs/scale.md."""
