@@ -33,6 +33,7 @@ ROWS = {
     1: "rendezvous",
     2: "groups",
     3: "sharding",
+    4: "checkpoint",
     5: "hosts",
     6: "rpc",
     7: "output",

@@ -112,7 +112,7 @@ def _of_many_ranks(folder: Path, count: int) -> None:
         layouts[name] = FileLayout.of([part], kinds)
         (crc,) = write_slices(folder / name, layouts[name], {part: torch.tensor([float(rank)])})
         slices["w"][part.box] = Stored(name, crc)
-    publish(folder, Catalog({"w": tensor_node("w")}, kinds, slices, layouts))
+    publish(folder, Catalog({"w": tensor_node("w")}, kinds, slices, layouts).manifest())
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def _with_a_large_tensor(folder: Path) -> None:
         "small": {parts["small"].box: Stored(name, crc)},
     }
     tree = {name: tensor_node(name) for name in kinds}
-    publish(folder, Catalog(tree, kinds, slices, {name: layout}))
+    publish(folder, Catalog(tree, kinds, slices, {name: layout}).manifest())
 
 
 @contextmanager

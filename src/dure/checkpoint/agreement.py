@@ -1,9 +1,12 @@
 """All ranks, or none: a failure of one rank fails on every rank, with the same error.
 
-Each rank does its part and then reports its outcome to the others. Without that exchange a rank
-whose disk is full would raise and leave, and the others would wait for it, or worse continue and
-rely on a checkpoint that does not exist. A rank that dies in the meantime is the group's matter
-(`PeerLost`).
+Each rank does its part and then reports its outcome to rank 0, which reports to all what they must
+know. Without that exchange a rank whose disk is full would raise and leave, and the others would
+wait for it, or worse continue and rely on a checkpoint that does not exist. A rank that dies in the
+meantime is the group's matter (`PeerLost`).
+
+Cost of an exchange: two messages to rank 0 and two from it. Their bytes are what a rank reports,
+and what it must know (`Ranks.decided`). Only rank 0 receives what all ranks report.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dure.comm.call import NOTHING, about, subject_of
-from dure.comm.objects import all_gather_object
+from dure.comm.objects import broadcast_object_list, gather_object, scatter_object_list
 from dure.comm.world import current_world, resolve
 from dure.errors import CheckpointError, CheckpointException, DureError, UsageError
 
@@ -73,49 +76,105 @@ class Ranks:
                 fix="Do not save in a dry run.",
             )
 
-    def _outcomes(self, do: Callable[[], T]) -> list[Any]:
-        """Call `do` on every rank; return its result, or its exception, of all of them."""
-        mine: tuple[T | None, Exception | None, traceback.StackSummary | None]
+    def decided(
+        self,
+        what: str,
+        do: Callable[[], T],
+        decide: Callable[[list[T]], Any] = lambda results: None,
+        apart: bool = False,
+    ) -> Any:
+        """Call `do` on every rank, and `decide` with their results on rank 0; return what it did.
+
+        Args:
+            what: The text of the error.
+            do: This rank's part.
+            decide: The part of rank 0 alone.
+            apart: Whether `decide` returns a list, of which each rank gets its item.
+
+        Raises:
+            CheckpointException: `what`, with the exceptions of all ranks that failed.
+
+        Collective: all ranks must call.
+        """
+        mine = _outcome(do)
+        outcomes = failures = cause = answer = None
         try:
-            mine = do(), None, None
-        except (DureError, OSError) as e:
-            mine = None, e, traceback.extract_tb(e.__traceback__)
-        except Exception as e:  # of a class that the other ranks may not be able to receive
-            error = CheckpointError("an object failed", seen=f"{type(e).__name__}: {e}")
-            error.__cause__ = e
-            mine = None, error, traceback.extract_tb(e.__traceback__)
-            del error
-        outcomes: list[Any] = [mine]
-        try:
-            if self.group is not None and self.size > 1:
-                outcomes = [None] * self.size
-                about(_subject(f"checkpoint.{self._op}, which all ranks must call"))
-                all_gather_object(outcomes, mine, self.group)
-                outcomes[self.rank] = mine
-            return outcomes
+            outcomes = self._gathered(mine)
+            failures: dict[int, Any] | None = {}
+            if outcomes is not None:
+                failures = {r: (e, at) for r, (_, e, at) in enumerate(outcomes) if e is not None}
+                if not failures:
+                    results = [result for result, _, _ in outcomes]
+                    answer, *failure = _outcome(lambda: decide(results))
+                    if failure[0] is not None:
+                        failures = {0: tuple(failure)}
+            failures, answer = self._spread(failures, answer, apart)
+            if failures:
+                if mine[1] is not None:
+                    failures[self.rank] = mine[1:]
+                cause = failures.get(self.rank, next(iter(failures.values())))[0]
+                raise CheckpointException(what, failures) from cause
+            return answer
         finally:
             about(NOTHING)
             # An exception refers to the frame that caught it, and to its callers. If one of them
             # refers to the exception, objects of the program, and a Checkpointer with its lock, are
             # not freed before the garbage is collected.
-            del mine, outcomes
+            del mine, outcomes, failures, cause, answer
 
-    def each(self, do: Callable[[], T]) -> list[T]:
-        """Call `do` on every rank, and return all ranks' results.
+    @property
+    def _are_many(self) -> bool:
+        return self.group is not None and self.size > 1 and self.group.backend_name != "fake"
+
+    def _gathered(self, mine: Any) -> list[Any] | None:
+        """Return the outcomes of all ranks, on rank 0; in a dry run, all are this rank's."""
+        if not self._are_many:
+            return [mine] * self.size
+        about(_subject(f"checkpoint.{self._op}, which all ranks must call"))
+        outcomes: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        gather_object(mine, outcomes, group=self.group, group_dst=0)
+        if outcomes is not None:
+            outcomes[0] = mine
+        return outcomes
+
+    def _spread(self, failures: Any, answer: Any, apart: bool) -> tuple[Any, Any]:
+        """Return what rank 0 knows of failures, and its answer, or this rank's item of it."""
+        own = answer[self.rank] if apart and not failures and answer is not None else answer
+        if not self._are_many:
+            return failures, own
+        received: list[Any] = [(failures, own)]
+        if apart:
+            items: list[Any] | None = None
+            if self.rank == 0:
+                items = [(failures, None if failures else item) for item in answer or self._none]
+            scatter_object_list(received, items, group=self.group, group_src=0)
+        else:
+            broadcast_object_list(received, group=self.group, group_src=0)
+        return (failures, own) if self.rank == 0 else received[0]
+
+    @property
+    def _none(self) -> list[None]:
+        return [None] * self.size
+
+    def each(self, do: Callable[[], object]) -> None:
+        """Call `do` on every rank.
 
         Raises:
             Exception: The lowest failing rank's, on all ranks; its own keeps its traceback.
 
         Collective: all ranks must call.
         """
+        self._raised_alone(do, lambda _: None)
+
+    def _raised_alone(self, do: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
         try:
-            return self.all_or_none("", do)
+            return self.decided("", do, decide)
         except CheckpointException as e:
             error = self.lowest(e)
         try:  # outside the handler: `e` refers to it, and would be its context
             raise error from error.__cause__
         finally:
-            del error  # see `_outcomes`
+            del error  # see `decided`
 
     def lowest(self, failed: CheckpointException) -> BaseException:
         """Return the exception of the lowest rank that failed, for all ranks to raise."""
@@ -130,17 +189,36 @@ class Ranks:
             CheckpointException: `what`, with the exceptions of all ranks that failed.
 
         Collective: all ranks must call.
+
+        Cost: each rank receives what all report; see `decided`.
         """
-        outcomes = self._outcomes(do)
-        failures = {r: (e, where) for r, (_, e, where) in enumerate(outcomes) if e is not None}
-        try:
-            if failures:
-                cause = failures.get(self.rank, next(iter(failures.values())))[0]
-                raise CheckpointException(what, failures) from cause
-            return [result for result, _, _ in outcomes]
-        finally:
-            outcomes = failures = cause = None  # see `_outcomes`
+        return self.decided(what, do, lambda results: results)
+
+    def first_or_none(self, what: str, do: Callable[[], T]) -> T:
+        """Call `do` on rank 0 alone, and return its result on all ranks.
+
+        Raises:
+            CheckpointException: `what`, with the exception of rank 0.
+
+        Collective: all ranks must call.
+        """
+        return self.decided(what, lambda: None, lambda _: do())
 
     def first(self, do: Callable[[], T]) -> T:
         """Call `do` on rank 0 alone, and return its result on all; errors as `each`."""
-        return self.each(lambda: do() if self.rank == 0 else None)[0]  # pyright: ignore[reportReturnType]
+        return self._raised_alone(lambda: None, lambda _: do())
+
+
+def _outcome(do: Callable[[], T]) -> tuple[T | None, Exception | None, Any]:
+    """Call `do`; return its result, or its exception and where it was raised."""
+    try:
+        return do(), None, None
+    except (DureError, OSError) as e:
+        return None, e, traceback.extract_tb(e.__traceback__)
+    except Exception as e:  # of a class that the other ranks may not be able to receive
+        error = CheckpointError("an object failed", seen=f"{type(e).__name__}: {e}")
+        error.__cause__ = e
+        try:
+            return None, error, traceback.extract_tb(e.__traceback__)
+        finally:
+            del error

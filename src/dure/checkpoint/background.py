@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.folder import Folder
-from dure.checkpoint.metadata import Metadata, metadata_of
+from dure.checkpoint.metadata import Metadata, read_later
 from dure.checkpoint.planned import taken_of
 from dure.checkpoint.planner import SavePlanner
 from dure.checkpoint.saving import Saving, begin
@@ -99,11 +99,10 @@ class Background:
         def run() -> Metadata:
             folder = Folder(path)
             try:
-                number = self._ranks.all_or_none(
-                    "the checkpoint was not saved",
-                    lambda: begin(folder, replace) if self._ranks.rank == 0 else 0,
-                )[0]
-                return metadata_of(saving.write(folder, path, number))
+                number = self._ranks.first_or_none(
+                    "the checkpoint was not saved", lambda: begin(folder, replace)
+                )
+                return read_later(path, saving.write(folder, path, number))
             except BaseException as e:
                 e.add_note(f"while {path} was saved in the background")
                 raise

@@ -29,7 +29,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +54,8 @@ __all__ = [
     "NAME",
     "VERSION",
     "Catalog",
+    "Manifest",
+    "Published",
     "Stored",
     "Unreadable",
     "catalog_of",
@@ -64,6 +66,8 @@ __all__ = [
     "part_name",
     "publish",
     "remove",
+    "sealed",
+    "tensor_text",
 ]
 
 NAME = "manifest.json"
@@ -114,28 +118,59 @@ class Catalog:
             self.kinds[n].num_bytes(box) for n, boxes in self.slices.items() for box in boxes
         )
 
-    def dump(self) -> dict[str, Any]:
-        """Return JSON's types."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "needs": _NEEDS,
-            "state": self.tree,
-            "tensors": {name: self._dump_tensor(name) for name in self.kinds},
-        }
+    def manifest(self) -> Manifest:
+        """Return what is written of it."""
+        files = {file: layout.num_bytes for file, layout in self.layouts.items()}
+        return Manifest(self.tree, map(self._text, self.kinds), files)
 
-    def _dump_tensor(self, name: str) -> dict[str, Any]:
-        kind = self.kinds[name]
-        slices = [
-            {
-                "offsets": box.offsets,
-                "sizes": box.sizes,
-                "file": stored.file,
-                "crc32c": stored.crc32c,
-            }
-            for box, stored in self.slices[name].items()
-        ]
-        return {"dtype": kind.dtype, "shape": kind.shape, "slices": slices}
+    def _text(self, name: str) -> str:
+        kind, slices = self.kinds[name], self.slices[name]
+        columns = list(zip(*((*box.offsets, *box.sizes) for box in slices), strict=True))
+        files = [stored.file for stored in slices.values()]
+        return tensor_text(name, kind, columns, files, [s.crc32c for s in slices.values()])
+
+
+class Manifest(NamedTuple):
+    """What is written of a checkpoint."""
+
+    tree: Any
+    """As that of a `Catalog`."""
+    tensors: Iterable[str]
+    """What `tensor_text` returned for each tensor."""
+    files: Mapping[str, int]
+    """The length of each file."""
+
+
+class Published(NamedTuple):
+    """A manifest that is in its place."""
+
+    digest: bytes
+    unflushed: Unflushed | None
+    """The error of the last flush, if that failed: the manifest is in place, but a power failure
+    may bring back the previous one, whose files are kept."""
+
+
+def tensor_text(
+    name: str,
+    kind: TensorKind,
+    columns: Sequence[Sequence[int]],
+    files: Sequence[str],
+    sums: Iterable[int | None],
+) -> str:
+    """Return the entry of a tensor in the manifest, as JSON.
+
+    Args:
+        name: The tensor's.
+        kind: The same.
+        columns: For each dimension, where each slice begins; then its size in each dimension.
+        files: The file of each slice.
+        sums: The CRC-32C of each slice.
+    """
+    numbers = ", ".join(["%d"] * len(kind.shape))
+    form = f'{{"offsets": [{numbers}], "sizes": [{numbers}], "file": "%s", "crc32c": %d}}'
+    slices = ", ".join(map(form.__mod__, zip(*columns, files, sums, strict=True)))
+    text = json.dumps({name: {"dtype": kind.dtype, "shape": kind.shape}})
+    return f'{text[1:-2]}, "slices": [{slices}]}}'
 
 
 def leaves_of(tree: Any) -> dict[str, Leaf]:
@@ -183,47 +218,44 @@ def clear(folder: Path) -> None:
 
 
 def publish(
-    folder: Path, catalog: Catalog, check: Callable[[], object] = lambda: None
-) -> Unflushed | None:
-    """Make `catalog` that of the folder, durably; then remove the files that it does not name.
+    folder: Path, manifest: Manifest, check: Callable[[], object] = lambda: None
+) -> Published:
+    """Make `manifest` that of the folder, durably; then remove the files that it does not name.
 
     Args:
         folder: The folder.
-        catalog: Of the new checkpoint.
+        manifest: Of the new checkpoint.
         check: Called at first, and right before the manifest is put in place; an error of it
             prevents that.
-
-    Returns:
-        The error of the last flush, if that failed: the catalog is in place, but a power failure
-        may bring back the previous one, whose files are kept.
 
     Raises:
         CheckpointNotWritten: This rank does not find a file that another rank wrote.
         OSError: It cannot be written; the folder's checkpoint is the one before.
     """
     check()  # a job that has taken over may have removed the files
-    _check_seen(folder, catalog)
-    text = _sealed(catalog.dump())
+    _check_seen(folder, manifest.files)
+    text = sealed(manifest)
+    digest = bytes(text[len(_HEAD) : len(_HEAD) + _DIGEST_BYTES])
     try:
         replace_file(folder / NAME, text, check)
     except Unflushed as e:
-        return e
+        return Published(digest, e)
     with suppress(OSError):
-        remove(folder, keep=catalog.layouts)
-    return None
+        remove(folder, keep=manifest.files)
+    return Published(digest, None)
 
 
-def _check_seen(folder: Path, catalog: Catalog) -> None:
+def _check_seen(folder: Path, files: Mapping[str, int]) -> None:
     """Look for the files of all ranks: each host may have the folder on its own disk."""
-    for file, layout in catalog.layouts.items():
+    for file, num_bytes in files.items():
         try:
             size = (folder / file).lstat().st_size
         except FileNotFoundError:
             size = None
             if file in os.listdir(folder):  # makes a network file system read the folder again
                 size = (folder / file).lstat().st_size
-        if size != layout.num_bytes:
-            found = "is absent" if size is None else f"has {size} bytes, not {layout.num_bytes}"
+        if size != num_bytes:
+            found = "is absent" if size is None else f"has {size} bytes, not {num_bytes}"
             raise not_shared(folder, f"{file}, which a rank has written, {found} on rank 0")
 
 
@@ -250,8 +282,12 @@ def remove(
                 (folder / name).unlink()
 
 
-def catalog_of(folder: Path) -> Catalog:
+def catalog_of(folder: Path, digest: bytes | None = None) -> Catalog:
     """Read the manifest of a folder and check that it is consistent. No other file is read.
+
+    Args:
+        folder: The folder.
+        digest: That of the manifest, if it must be a certain one.
 
     Raises:
         CheckpointDamaged: It is absent, not a file, damaged, not of Dure, or inconsistent.
@@ -260,7 +296,7 @@ def catalog_of(folder: Path) -> Catalog:
     """
     try:
         with readable(folder / NAME):
-            return _read(folder)
+            return _read(folder, digest)
     except Unreadable as e:
         raise CheckpointDamaged(
             "the checkpoint cannot be used",
@@ -270,7 +306,7 @@ def catalog_of(folder: Path) -> Catalog:
         ) from None
 
 
-def _read(folder: Path) -> Catalog:
+def _read(folder: Path, digest: bytes | None) -> Catalog:
     try:
         content = read_file(folder / NAME)
     except FileNotFoundError:
@@ -278,6 +314,13 @@ def _read(folder: Path) -> Catalog:
         raise Unreadable(_why_none(folder)) from None
     except NotAFile as e:
         raise Unreadable(f"{NAME} cannot be read: {e.strerror}") from None
+    if digest is not None and not content.startswith(_HEAD + digest):
+        raise CheckpointError(
+            "a later save has replaced the checkpoint",
+            path=str(folder),
+            seen=f"{NAME} is another one than this save has written",
+            fix="Look at what save() returned before the next save into the folder.",
+        )
     try:
         fields = cast(dict[str, Any], parse_json(_unsealed(content)))
         _check_version(folder, fields)
@@ -305,10 +348,20 @@ def _why_none(folder: Path) -> str:
     return f"there is no {NAME}: the folder is not a checkpoint, or was never finished"
 
 
-def _sealed(fields: dict[str, Any]) -> bytearray:
+def sealed(manifest: Manifest) -> bytearray:
     """Return the text of a manifest, of the format that is written."""
-    empty = {"sha256": "0" * _DIGEST_BYTES}
-    text = bytearray(json.dumps(empty | fields, allow_nan=False).encode())
+    fields = {
+        "sha256": "0" * _DIGEST_BYTES,
+        "format": FORMAT,
+        "version": VERSION,
+        "needs": _NEEDS,
+        "state": manifest.tree,
+    }
+    text = bytearray(json.dumps(fields, allow_nan=False).encode()[:-1])
+    text += b', "tensors": {'
+    for number, tensor in enumerate(manifest.tensors):
+        text += f"{', ' if number else ''}{tensor}".encode()
+    text += b"}}"
     end = len(_HEAD) + _DIGEST_BYTES
     text[len(_HEAD) : end] = _digest(memoryview(text)[end:])
     return text

@@ -148,9 +148,7 @@ class Checkpointer:
                 return None
             return self._folder.begin(number), self._folder.job
 
-        def commit() -> Path | None:
-            if ranks.rank != 0:
-                return None
+        def commit() -> Path:
             path = self._folder.commit(made)
             self._prune()
             return path
@@ -163,7 +161,7 @@ class Checkpointer:
             note_job(job)
             saving.write(self._folder, made, 1)
             committing = True
-            return ranks.all_or_none("the checkpoint was not saved", commit)[0] or made
+            return ranks.first_or_none("the checkpoint was not saved", commit)
         except CheckpointException as e:
             rank, error = min(e.failures), ranks.lowest(e)
         finally:
@@ -173,7 +171,7 @@ class Checkpointer:
                 raise self._not_written(rank, error, committing) from error
             raise error from error.__cause__
         finally:
-            del error  # see `Ranks._outcomes`
+            del error  # see `Ranks.decided`
 
     def _taken(self, step: int, objects: dict[str, Any]) -> Taken:
         """Return what this rank has to save, with what ranks must have in common.
@@ -195,8 +193,12 @@ class Checkpointer:
                     keys=not is_sharded(value),
                     lowest=not self.sharded,
                 )
-        run = {"step": step, "ranks": {str(self._ranks.rank): own}}
-        return take(shared | {RUN: run}, self._ranks.global_ranks, rules)
+        rank = str(self._ranks.rank)
+        run = {"step": step, "ranks": {rank: own}}
+        taken = take(shared | {RUN: run}, self._ranks.global_ranks, rules)
+        # All ranks have the same tree except for this part, so one of them sends it to rank 0.
+        node = taken.tree[RUN]["ranks"].pop(rank)
+        return replace(taken, own=((RUN, "ranks", rank), node))
 
     def _not_written(self, rank: int, error: OSError, committing: bool) -> CheckpointNotWritten:
         what, fix = "the checkpoint could not be written", _fix_of(error)

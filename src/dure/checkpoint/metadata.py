@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dure.checkpoint.catalog import Catalog
+from dure.checkpoint.catalog import Catalog, catalog_of
 
 __all__ = [
     "STATE_DICT_TYPE",
@@ -125,6 +126,33 @@ class Metadata:
     storage_data: Any = None
     storage_meta: StorageMeta | None = None
     version: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Read the manifest, if that was left for later (`read_later`)."""
+        read = self.__dict__.pop("_read", None)
+        if read is None or name not in ("state_dict_metadata", "planner_data"):
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        try:
+            self.__dict__ |= read().__dict__
+        except BaseException:
+            self.__dict__["_read"] = read
+            raise
+        return self.__dict__[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, to be copied or sent; a manifest is read for it."""
+        assert self.state_dict_metadata is not None
+        return self.__dict__
+
+
+def read_later(folder: Path, digest: bytes) -> Metadata:
+    """Return what the manifest of that digest holds, to be read when it is looked at.
+
+    So a rank that does not look at it does not hold what all ranks have saved.
+    """
+    made = Metadata.__new__(Metadata)
+    made.__dict__["_read"] = lambda: metadata_of(catalog_of(folder, digest))
+    return made
 
 
 def metadata_of(catalog: Catalog) -> Metadata:

@@ -1,258 +1,510 @@
-"""Deciding which rank writes what: each sends what it has, and computes the same division.
+"""Deciding which rank writes what: rank 0 divides what all ranks have, and each learns its part.
 
 A slice of several ranks is written by one of them, so that all write about as many bytes: slices
-    that only
-one rank has is counted first, then the largest slice goes to the rank with the least so far, among
-those that have it. The division contains the position of every slice in every file, so only
-checksums are exchanged after writing.
+that only one rank has are counted first, then the largest slice goes to the rank with the least so
+far, among those that have it.
 
-The offers are usually the same in the next save. Then ranks send digests instead: each rank keeps
-the divisions of the last few sets of digests, and all ranks of a group have seen the same ones. The
-marks of tensors that several ranks may have are sent in each save, and compared (`replicas`).
+A rank describes what it has in two parts (`described`): the *skeleton*, which has names, kinds and
+how many boxes there are of each; and the boxes, as one row of numbers. In most programs all ranks
+have one skeleton. Ranks with equal descriptions are a *class*: rank 0 asks one rank of a class for
+its description, and compares and divides classes, in arrays. A *position* is the number of a box in
+a description: rank 0 sends each rank the positions that it writes.
+
+Rank 0 keeps the last few divisions, by the digests of the descriptions. In the next save, ranks
+usually have what they had, and send digests only. The marks of tensors that several ranks may have
+are sent in each save, and compared (`replicas`).
+
+Cost: with n ranks of t tensors rank 0 takes O(n t log n) steps in arrays. The others take O(t).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from msgspec.msgpack import encode
+from msgspec.msgpack import decode, encode
 
+from dure.checkpoint.catalog import part_name, tensor_text
 from dure.checkpoint.replicas import ALIKE, LOWEST, MARKED, different
 from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.comm.group import ProcessGroup
 from dure.errors import CheckpointMismatch
 
-__all__ = ["Division", "Known", "Offer", "deal", "digest_of", "divide", "known_to", "marked_of"]
+__all__ = [
+    "Description",
+    "Division",
+    "Known",
+    "Offer",
+    "Offers",
+    "Written",
+    "described",
+    "known_to",
+    "marked_of",
+    "parts_of",
+]
 
+Array = np.ndarray[Any, Any]
 Offer = dict[str, tuple[TensorKind, tuple[Box, ...], int]]
 """What a rank has, by name: the kind, the boxes, and how it is handled (`replicas.handling`)."""
 
 _NUM_KEPT = 8
 
 
-def digest_of(offer: Offer) -> bytes:
-    """Return a digest of an offer."""
-    return hashlib.blake2b(encode(sorted(offer.items())), digest_size=16).digest()
+class Description(NamedTuple):
+    """An offer, as it is sent; parts that rank 0 has, or gets from another rank, are empty."""
+
+    skeleton: bytes
+    boxes: bytes
+
+
+def described(offer: Offer) -> Description:
+    """Describe an offer."""
+    rows: list[int] = []
+    entries: list[Any] = []
+    for name, (kind, boxes, how) in offer.items():
+        entries.append((name, kind.dtype, kind.shape, how, len(boxes)))
+        for box in boxes:
+            rows += box.offsets
+            rows += box.sizes
+    return Description(encode(entries), np.array(rows, np.int64).tobytes())
+
+
+def digest_of(data: bytes) -> bytes:
+    """Return a digest of a part of a description."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def parts_of(offer: Offer) -> list[Slice]:
+    """Return the slices of an offer by position."""
+    return [Slice(name, box) for name, (_, boxes, _) in offer.items() for box in boxes]
 
 
 def marked_of(offer: Offer) -> list[Slice]:
     """Return the slices of which a rank sends marks, in the order of the marks."""
-    names = sorted(name for name, (_, _, how) in offer.items() if how & MARKED)
-    return [Slice(name, box) for name in names for box in offer[name][1]]
+    return [
+        Slice(name, box) for name, (_, boxes, how) in offer.items() if how & MARKED for box in boxes
+    ]
+
+
+class _Rows(NamedTuple):
+    """The boxes of one name in all descriptions; one item per class and box."""
+
+    cls: Array
+    position: Array
+    mark: Array
+    """The place among the marks of a rank; -1: it has none."""
+    number: Array
+    """Which of the distinct boxes it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class SharedSlices:
-    """Slices with marks that several ranks have: for each, two ranks and the two marks' numbers."""
+class _SavedTensor:
+    """What all ranks have of one tensor."""
 
-    slices: list[Slice]
-    ranks: list[tuple[int, int]]
-    first: np.ndarray[Any, Any]
-    second: np.ndarray[Any, Any]
-    must_equal: frozenset[str]
-    """Names of tensors that must be equal."""
+    name: str
+    kind: TensorKind
+    boxes: Array
+    """[k, 2d]: the distinct boxes, offsets and sizes, in order."""
+    rows: _Rows
+    how: int
+    """All handlings of it, as bits."""
+    lowest: Array
+    """[k]: whether the lowest rank writes it."""
 
-    @classmethod
-    def of(cls, offers: list[Offer]) -> SharedSlices:
-        """Find them in the offers of all ranks."""
-        marked = [marked_of(offer) for offer in offers]
-        begins = accumulate(map(len, marked), initial=0)
-        first: dict[Slice, tuple[int, int]] = {}
-        slices: list[Slice] = []
-        ranks: list[tuple[int, int]] = []
-        pairs: list[tuple[int, int]] = []
-        for rank, (parts, begin) in enumerate(zip(marked, begins, strict=False)):
-            for at, part in enumerate(parts, begin):
-                lowest, its = first.setdefault(part, (rank, at))
-                if lowest != rank:
-                    slices.append(part)
-                    ranks.append((lowest, rank))
-                    pairs.append((its, at))
-        numbers = np.array(pairs, np.int64).reshape(-1, 2)
-        must_equal = {n for offer in offers for n, (_, _, how) in offer.items() if how & ALIKE}
-        return cls(slices, ranks, numbers[:, 0], numbers[:, 1], frozenset(must_equal))
+    @property
+    def num_bytes(self) -> Array:
+        """[k]: bytes of each box."""
+        sizes = self.boxes[:, len(self.kind.shape) :]
+        return np.prod(sizes, axis=1, dtype=np.int64) * self.kind.torch_dtype.itemsize
 
-    def differing(self, marks: list[bytes]) -> frozenset[Slice]:
+    def box(self, number: int) -> Box:
+        """Return one of the distinct boxes."""
+        row, d = self.boxes[number].tolist(), len(self.kind.shape)
+        return Box(tuple(row[:d]), tuple(row[d:]))
+
+
+class Offers:
+    """What all ranks have.
+
+    Args:
+        keys: For each rank, the digests of the two parts of its description.
+        sent: Descriptions, one rank's of each class; a skeleton may be in one of them only.
+    """
+
+    def __init__(self, keys: Sequence[tuple[bytes, bytes]], sent: Sequence[Description]) -> None:
+        skeletons = {k[0]: one.skeleton for k, one in zip(keys, sent, strict=True) if one.skeleton}
+        boxes: dict[tuple[bytes, bytes], bytes] = {}
+        members: dict[tuple[bytes, bytes], list[int]] = {}
+        for rank, (key, one) in enumerate(zip(keys, sent, strict=True)):
+            members.setdefault(key, []).append(rank)
+            if key not in boxes or one.boxes:
+                boxes[key] = one.boxes
+        self.num_ranks = len(keys)
+        self.members = [np.array(ranks) for ranks in members.values()]
+        """The ranks of each class; classes are in the order of their lowest ranks."""
+        self.class_of = np.empty(len(keys), np.int64)
+        for number, ranks in enumerate(self.members):
+            self.class_of[ranks] = number
+        self.num_marks = np.zeros(len(self.members), np.int64)
+        classes_of: dict[bytes, list[int]] = {}
+        for number, (skeleton, _) in enumerate(members):
+            classes_of.setdefault(skeleton, []).append(number)
+        found: dict[str, list[tuple[Any, _Rows, Array]]] = {}
+        numbers = list(members)
+        for digest, classes in classes_of.items():
+            rows = [np.frombuffer(boxes[numbers[c]], np.int64) for c in classes]
+            self._add(skeletons[digest], np.array(classes), np.stack(rows), found)
+        self._wrong: dict[str, str] = {}
+        self.tensors = [self._tensor(name, items) for name, items in found.items()]
+
+    def _add(
+        self,
+        skeleton: bytes,
+        classes: Array,
+        matrix: Array,
+        found: dict[str, list[tuple[Any, _Rows, Array]]],
+    ) -> None:
+        """Add the classes of one skeleton to what was found of each name."""
+        column = position = mark = 0
+        for name, dtype, shape, how, count in decode(skeleton):
+            width = 2 * len(shape)
+            block = matrix[:, column : column + count * width]
+            block = block.reshape(len(classes) * count, width)
+            each = np.tile(np.arange(count), len(classes))
+            marks = mark + each if how & MARKED else np.full(len(each), -1)
+            rows = _Rows(np.repeat(classes, count), position + each, marks, each)
+            kind = TensorKind(dtype, tuple(shape))
+            found.setdefault(name, []).append(((kind, how, int(classes[0])), rows, block))
+            column, position = column + count * width, position + count
+            mark += count if how & MARKED else 0
+        self.num_marks[classes] = mark
+
+    def _tensor(self, name: str, items: list[tuple[Any, _Rows, Array]]) -> _SavedTensor:
+        (kind, _, _), how, lowest = items[0][0], 0, list[Array]()
+        for (other, one, cls), rows, _ in items:
+            if other != kind and name not in self._wrong:
+                rank = self.members[cls][0]
+                self._wrong[name] = f"{name} is {other} on rank {rank}, {kind} on a lower rank"
+            how |= one
+            lowest.append(np.full(len(rows.cls), bool(one & LOWEST)))
+        if name in self._wrong:
+            none = np.empty(0, np.int64)
+            return _SavedTensor(name, kind, none.reshape(0, 0), _Rows(*[none] * 4), how, none)
+        block = np.concatenate([block for _, _, block in items])
+        cls, position, mark, _ = map(np.concatenate, zip(*(r for _, r, _ in items), strict=True))
+        if len(items) > 1:
+            order = np.argsort(cls, kind="stable")
+            block, cls, position, mark = block[order], cls[order], position[order], mark[order]
+            is_lowest = np.concatenate(lowest)[order]
+        else:
+            is_lowest = lowest[0]
+        boxes, number = _distinct(block)
+        lowest_of = np.zeros(len(boxes), bool)
+        lowest_of[number[is_lowest]] = True
+        rows = _Rows(cls, position, mark, number)
+        return _SavedTensor(name, kind, boxes, rows, how, lowest_of)
+
+    def differing(self, marks: Sequence[bytes]) -> frozenset[Slice]:
         """Compare the marks of all ranks; return the slices that differ and may differ.
+
+        Args:
+            marks: For each rank, the marks of the slices that `marked_of` returns.
 
         Raises:
             CheckpointMismatch: Slices differ that must be equal.
         """
-        if not self.slices:
-            return frozenset()
-        every = np.frombuffer(b"".join(marks), np.uint32)
-        found = np.flatnonzero(every[self.first] != every[self.second]).tolist()
+        rows = [
+            np.frombuffer(b"".join([marks[r] for r in ranks]), np.uint32).reshape(len(ranks), -1)
+            for ranks in self.members
+        ]
+        begins = np.cumsum(self.num_marks) - self.num_marks
+        firsts = np.concatenate([every[0] for every in rows])
+        unequal = np.zeros(len(firsts), bool)
+        for begin, every in zip(begins, rows, strict=True):
+            unequal[begin : begin + every.shape[1]] = (every != every[0]).any(0)
+        found: set[Slice] = set()
         wrong: dict[str, str] = {}
-        for number in found:
-            name, (lower, higher) = self.slices[number].name, self.ranks[number]
-            if name in self.must_equal:
-                wrong.setdefault(name, f"{name} of rank {higher} differs from that of rank {lower}")
+        for tensor in self.tensors:
+            cls, _, mark, number = tensor.rows
+            marked = np.flatnonzero(mark >= 0)
+            places = begins[cls[marked]] + mark[marked]
+            numbers, first = np.unique(number[marked], return_index=True)
+            reference = np.zeros(len(tensor.boxes), np.uint32)
+            reference[numbers] = firsts[places[first]]
+            lowest = dict(zip(numbers.tolist(), cls[marked[first]].tolist(), strict=True))
+            differs = (firsts[places] != reference[number[marked]]) | unequal[places]
+            for at in np.flatnonzero(differs).tolist():
+                row = marked[at]
+                found.add(Slice(tensor.name, tensor.box(int(number[row]))))
+                if tensor.how & ALIKE:
+                    every = rows[cls[row]][:, mark[row]]
+                    other = np.flatnonzero(every != reference[number[row]])[0]
+                    low = self.members[lowest[int(number[row])]][0]
+                    high = self.members[cls[row]][other]
+                    text = f"{tensor.name} of rank {high} differs from that of rank {low}"
+                    wrong[tensor.name] = text
+                    break
         if wrong:
-            raise different(list(wrong.values()))
-        return frozenset(self.slices[number] for number in found)
+            raise different([wrong[name] for name in sorted(wrong)])
+        return frozenset(found)
+
+    def divided(
+        self, differing: frozenset[Slice] = frozenset(), unused: frozenset[str] = frozenset()
+    ) -> Division:
+        """Decide which rank writes what.
+
+        Args:
+            differing: Slices whose values differ between ranks; the lowest rank writes them.
+            unused: Names to leave out.
+
+        Raises:
+            CheckpointMismatch: Ranks have different tensors under one name, or not all of one.
+        """
+        wrong = [text for name, text in self._wrong.items() if name not in unused]
+        if wrong:
+            raise different(wrong)
+        tensors = [tensor for tensor in self.tensors if tensor.name not in unused]
+        _check_cover(tensors)
+        return Division(self, tensors, self._dealt(tensors, differing))
+
+    def _dealt(self, tensors: list[_SavedTensor], differing: frozenset[Slice]) -> list[Array]:
+        """Return which rank writes each distinct box, so that all get about as many bytes.
+
+        What one rank alone has comes first, then the largest; each goes to the rank with the least.
+        """
+        loads = np.zeros(self.num_ranks, np.int64)
+        sizes = np.array([len(ranks) for ranks in self.members], np.int64)
+        lowest_rank = np.array([ranks[0] for ranks in self.members], np.int64)
+        names = {part.name for part in differing}
+        writers: list[Array] = []
+        others: list[tuple[int, str, int, int]] = []
+        for at, tensor in enumerate(tensors):
+            cls, number, count = tensor.rows.cls, tensor.rows.number, len(tensor.boxes)
+            writer = np.full(count, self.num_ranks, np.int64)
+            np.minimum.at(writer, number, lowest_rank[cls])
+            fixed = tensor.lowest | (np.bincount(number, sizes[cls], count) == 1)
+            if tensor.name in names:
+                fixed |= [Slice(tensor.name, tensor.box(k)) in differing for k in range(count)]
+            num_bytes = tensor.num_bytes
+            np.add.at(loads, writer[fixed], num_bytes[fixed])
+            writers.append(writer)
+            for k in np.flatnonzero(~fixed).tolist():
+                others.append((-int(num_bytes[k]), tensor.name, k, at))
+        holders = _Holders(self.members)
+        for negative, _, k, at in sorted(others):
+            ranks = holders.of(tensors[at], k)
+            rank = ranks[loads[ranks].argmin()]
+            loads[rank] -= negative
+            writers[at][k] = rank
+        return writers
 
 
-@dataclass(frozen=True, slots=True)
+class _Holders:
+    """The ranks that have a slice, ascending."""
+
+    def __init__(self, members: list[Array]) -> None:
+        self._members = members
+        self._ranks: dict[bytes, Array] = {}
+        self._of: dict[str, list[Array]] = {}
+
+    def of(self, tensor: _SavedTensor, number: int) -> Array:
+        """Return the ranks that have one of the distinct boxes."""
+        if tensor.name not in self._of:
+            order = np.argsort(tensor.rows.number, kind="stable")
+            ends = np.cumsum(np.bincount(tensor.rows.number))[:-1]
+            self._of[tensor.name] = np.split(tensor.rows.cls[order], ends)
+        classes = self._of[tensor.name][number]
+        key = classes.tobytes()
+        if key not in self._ranks:
+            self._ranks[key] = np.sort(np.concatenate([self._members[c] for c in classes.tolist()]))
+        return self._ranks[key]
+
+
+def _distinct(block: Array) -> tuple[Array, Array]:
+    """Return the distinct rows in order, and for each row which of them it is."""
+    varying = np.flatnonzero((block != block[:1]).any(0))
+    if not len(varying):
+        return block[:1], np.zeros(len(block), np.int64)
+    if len(varying) == 1:  # sorting rows takes ten times as long
+        _, first, number = np.unique(block[:, varying[0]], return_index=True, return_inverse=True)
+        return block[first], number.reshape(-1)
+    boxes, number = np.unique(block, axis=0, return_inverse=True)
+    return boxes, number.reshape(-1)
+
+
+class Written(NamedTuple):
+    """What a rank has written: the length of its file, and the checksums by position."""
+
+    num_bytes: int
+    sums: bytes
+
+
 class Division:
-    """What each rank writes."""
+    """What each rank writes.
 
-    kinds: dict[str, TensorKind]
-    layouts: list[FileLayout]
-    """Of each rank's file."""
-    shared: SharedSlices
+    Args:
+        offers: The offers of all ranks.
+        tensors: Those that are saved.
+        writers: For each of them, the rank that writes each distinct box.
+    """
+
+    def __init__(self, offers: Offers, tensors: list[_SavedTensor], writers: list[Array]) -> None:
+        self._tensors, self._writers = tensors, writers
+        ranks, positions, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)], list[Array]()
+        begin = 0
+        for tensor, writer in zip(tensors, writers, strict=True):
+            cls, position, _, number = tensor.rows
+            chosen = np.flatnonzero(offers.class_of[writer][number] == cls)
+            ranks.append(writer[number[chosen]])
+            positions.append(position[chosen])
+            places.append(begin + number[chosen])
+            begin += len(writer)
+        every, position = np.concatenate(ranks), np.concatenate(positions)
+        order = np.lexsort((position, every))
+        self._places = np.concatenate([np.empty(0, np.int64), *places])[order]
+        """For each slice, by rank and position, its place among the boxes of all tensors."""
+        ends = np.cumsum(np.bincount(every, minlength=offers.num_ranks))[:-1]
+        self.positions = np.split(position[order], ends)
+        """For each rank, the positions that it writes, ascending."""
+
+    @property
+    def kinds(self) -> dict[str, TensorKind]:
+        """What is saved, by name."""
+        return {tensor.name: tensor.kind for tensor in self._tensors}
+
+    def parts(self) -> list[list[Slice]]:
+        """Return what each rank writes, in the order of its file."""
+        found: list[list[Slice]] = [[] for _ in self.positions]
+        for tensor, writer in zip(self._tensors, self._writers, strict=True):
+            for number, rank in enumerate(writer.tolist()):
+                found[rank].append(Slice(tensor.name, tensor.box(number)))
+        kinds = self.kinds
+        return [list(FileLayout.of(parts, kinds).begins) for parts in found]
+
+    def texts(self, written: Sequence[Written], number: int) -> Iterator[str]:
+        """Iterate over the tensors as the manifest of the folder's save of that number has them."""
+        sums = np.empty(len(self._places), np.uint32)
+        sums[self._places] = np.frombuffer(b"".join([one.sums for one in written]), np.uint32)
+        begin, names = 0, [part_name(number, rank) for rank in range(len(self.positions))]
+        for tensor, writer in zip(self._tensors, self._writers, strict=True):
+            order = np.argsort(writer, kind="stable")
+            end = begin + len(writer)
+            files = [names[rank] for rank in writer[order].tolist()]
+            columns = tensor.boxes[order].T.tolist()
+            crcs = sums[begin:end][order].tolist()
+            yield tensor_text(tensor.name, tensor.kind, columns, files, crcs)
+            begin = end
 
 
 class Known:
-    """Offers that all ranks of a group have seen.
-
-    All ranks of the group ask and answer in the same order, so they know the same. For one thread.
-    """
+    """What rank 0 of a group knows of the saves before. For one thread."""
 
     def __init__(self) -> None:
-        self._offers: OrderedDict[tuple[int, bytes], Offer] = OrderedDict()
+        self._offers: OrderedDict[tuple[Any, ...], Offers] = OrderedDict()
         self._divisions: OrderedDict[tuple[Any, ...], Division] = OrderedDict()
         self.reported: set[str] = set()
         """Names that were logged, since ranks have different values of them."""
 
-    def has(self, rank: int, digest: bytes) -> bool:
-        """Return whether the other ranks have this offer of a rank, by its digest."""
-        return (rank, digest) in self._offers
+    def lacks(self, keys: Sequence[tuple[bytes, bytes]]) -> list[tuple[bool, bool]]:
+        """Return which parts of its description each rank must send, given their digests."""
+        if tuple(keys) in self._offers:
+            return [(False, False)] * len(keys)
+        skeletons, boxes = set[bytes](), set[tuple[bytes, bytes]]()
+        found: list[tuple[bool, bool]] = []
+        for key in keys:
+            found.append((key[0] not in skeletons, key not in boxes))
+            skeletons.add(key[0])
+            boxes.add(key)
+        return found
 
     def division(
         self,
-        sent: list[tuple[bytes, Offer | None]],
-        marks: list[bytes],
+        keys: Sequence[tuple[bytes, bytes]],
+        sent: Sequence[Description],
+        marks: Sequence[bytes],
         unused: frozenset[str] = frozenset(),
     ) -> tuple[Division, frozenset[Slice]]:
-        """Divide what ranks sent; also return the slices whose values differ between ranks.
+        """Divide what ranks have; also return the slices whose values differ between ranks.
 
         Args:
-            sent: Digests, and the offers that are new.
+            keys: For each rank, the digests of its description.
+            sent: For each rank, what `lacks` asked for.
             marks: For each rank, the marks of the slices that `marked_of` returns.
             unused: Names that are not saved.
 
         Raises:
-            CheckpointMismatch: As `divide` and `SharedSlices.differing`.
+            CheckpointMismatch: As `Offers.divided` and `Offers.differing`.
         """
-        offers: list[Offer] = []
-        for rank, (digest, offer) in enumerate(sent):
-            found = self._offers[rank, digest] if offer is None else offer
-            self._offers[rank, digest] = found
-            self._offers.move_to_end((rank, digest))
-            offers.append(found)
-        while len(self._offers) > _NUM_KEPT * len(sent):
-            self._offers.popitem(last=False)
-        digests = tuple(digest for digest, _ in sent)
-        division = self._kept(digests, offers, frozenset(), unused)
-        differing = division.shared.differing(marks)
-        if differing:
-            division = self._kept(digests, offers, differing, unused)
-        return division, differing
+        key = tuple(keys)
+        if key not in self._offers:
+            self._offers[key] = Offers(keys, sent)
+        _keep_last(self._offers, key)
+        offers = self._offers[key]
+        self._kept(key, offers, frozenset(), unused)  # names what is missing before what differs
+        differing = offers.differing(marks)
+        return self._kept(key, offers, differing, unused), differing
 
     def _kept(
-        self,
-        digests: tuple[bytes, ...],
-        offers: list[Offer],
-        differing: frozenset[Slice],
-        unused: frozenset[str],
+        self, key: Any, offers: Offers, differing: frozenset[Slice], unused: frozenset[str]
     ) -> Division:
-        key = digests, differing, unused
-        if key not in self._divisions:
-            self._divisions[key] = divide(offers, differing, unused)
-        self._divisions.move_to_end(key)
-        while len(self._divisions) > _NUM_KEPT:
-            self._divisions.popitem(last=False)
-        return self._divisions[key]
+        full_key = key, differing, unused
+        if full_key not in self._divisions:
+            self._divisions[full_key] = offers.divided(differing, unused)
+        _keep_last(self._divisions, full_key)
+        return self._divisions[full_key]
+
+
+def _keep_last(kept: OrderedDict[Any, Any], key: Any) -> None:
+    kept.move_to_end(key)
+    while len(kept) > _NUM_KEPT:
+        kept.popitem(last=False)
 
 
 _known: WeakKeyDictionary[ProcessGroup, Known] = WeakKeyDictionary()
 
 
 def known_to(group: ProcessGroup | None) -> Known:
-    """Return what the ranks of a group know of each other."""
+    """Return what rank 0 of a group knows of the saves before."""
     return Known() if group is None else _known.setdefault(group, Known())
 
 
-def divide(
-    offers: list[Offer],
-    differing: frozenset[Slice] = frozenset(),
-    unused: frozenset[str] = frozenset(),
-) -> Division:
-    """Decide which rank writes what.
-
-    Args:
-        offers: Each rank's slices.
-        differing: Slices whose values differ between ranks; the lowest rank writes them.
-        unused: Names to leave out.
-
-    Raises:
-        CheckpointMismatch: Ranks have different tensors under one name, or not all of one.
-    """
-    kinds: dict[str, TensorKind] = {}
-    holders: dict[Slice, list[int]] = {}
-    wrong: dict[str, str] = {}
-    lowest = set(differing)
-    for rank, offer in enumerate(offers):
-        for name, (kind, boxes, how) in offer.items():
-            if name in unused:
-                continue
-            if kinds.setdefault(name, kind) != kind:
-                wrong.setdefault(
-                    name, f"{name} is {kind} on rank {rank}, {kinds[name]} on a lower rank"
-                )
-            for box in boxes:
-                part = Slice(name, box)
-                holders.setdefault(part, []).append(rank)
-                if how & LOWEST:
-                    lowest.add(part)
-    if wrong:
-        raise different(list(wrong.values()))
-    _check_cover(kinds, holders)
-    dealt = deal(holders, kinds, len(offers), lowest)
-    layouts = [FileLayout.of(parts, kinds) for parts in dealt]
-    return Division(kinds, layouts, SharedSlices.of(offers))
-
-
-def deal(
-    holders: dict[Slice, list[int]],
-    kinds: dict[str, TensorKind],
-    num_ranks: int,
-    lowest: Collection[Slice] = (),
-) -> list[list[Slice]]:
-    """Deal slices out to ranks that have them, so that all get about as many bytes.
-
-    What one rank alone has comes first, then the largest; each goes to the rank with the least.
-    Those in `lowest` go to the lowest rank that has them.
-    """
-    sizes = {part: kinds[part.name].num_bytes(part.box) for part in holders}
-    loads = [0] * num_ranks
-    dealt: list[list[Slice]] = [[] for _ in loads]
-    fixed = {part for part, ranks in holders.items() if len(ranks) == 1 or part in lowest}
-    for part in sorted(holders, key=lambda p: (p not in fixed, -sizes[p], p)):
-        ranks = holders[part]
-        rank = min(ranks) if part in fixed else min(ranks, key=lambda r: (loads[r], r))
-        loads[rank] += sizes[part]
-        dealt[rank].append(part)
-    return dealt
-
-
-def _check_cover(kinds: dict[str, TensorKind], holders: dict[Slice, list[int]]) -> None:
-    boxes: dict[str, list[Box]] = {name: [] for name in kinds}
-    for part in holders:
-        boxes[part.name].append(part.box)
-    for name, kind in kinds.items():
-        fault = fault_of_cover(kind.shape, boxes[name])
-        if fault:
+def _check_cover(tensors: list[_SavedTensor]) -> None:
+    faults: dict[tuple[Any, bytes], str | None] = {}
+    for tensor in tensors:
+        shape = tensor.kind.shape
+        key = shape, tensor.boxes.tobytes()
+        if key not in faults:
+            is_covered = _is_cut_once(shape, tensor.boxes)
+            boxes = [] if is_covered else map(tensor.box, range(len(tensor.boxes)))
+            faults[key] = None if is_covered else fault_of_cover(shape, boxes)
+        if faults[key]:
             raise CheckpointMismatch(
                 "the ranks that save do not have each element of a tensor exactly once",
-                seen=f"of {name!r}, {kind}, {fault}",
+                seen=f"of {tensor.name!r}, {tensor.kind}, {faults[key]}",
                 fix="Save with all ranks of its mesh, and with one mesh for each name.",
             )
+
+
+def _is_cut_once(shape: tuple[int, ...], boxes: Array) -> bool:
+    """Return whether boxes, in order, are a tensor cut along one dimension, without gaps."""
+    if not shape or not len(boxes):
+        return False
+    offsets, sizes = boxes[:, : len(shape)], boxes[:, len(shape) :]
+    cut = np.flatnonzero((sizes != np.array(shape)).any(0))
+    if len(cut) > 1 or (not len(cut) and len(boxes) > 1):
+        return False
+    others = np.delete(offsets, cut, axis=1)
+    at = offsets[:, cut].reshape(-1)
+    ends = at + sizes[:, cut].reshape(-1)
+    if others.any():
+        return False
+    if not len(cut):
+        return True
+    reaches = at[0] == 0 and ends[-1] == shape[int(cut[0])]
+    return bool(reaches and (at[1:] == ends[:-1]).all() and (ends > at).all())

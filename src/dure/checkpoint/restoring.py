@@ -1,8 +1,8 @@
 """Loading a sharded checkpoint into existing tensors, in any sharding.
 
 1. Each rank reads the manifest and compares it with the state: names, shapes, values.
-   All exchange the outcome, and compare their manifests. Nothing was changed up to here.
-2. Each reads what it needs, slice by slice, into its tensors, and all exchange the outcome. If
+   All report the outcome, and rank 0 compares their manifests. Nothing was changed up to here.
+2. Each reads what it needs, slice by slice, into its tensors, and all report the outcome. If
    a file turns out to be damaged, tensors that were read before it have new values already.
 3. Values are put in their places, and objects that have `load_state_dict` are given their state.
 """
@@ -87,7 +87,7 @@ def load_from(
         return zlib.crc32(repr((sorted(loading.catalog.layouts), sums)).encode())
 
     def read() -> None:
-        if len(set(seen)) > 1:
+        if not same:
             raise CheckpointError(
                 "ranks see different checkpoints",
                 path=str(path),
@@ -96,8 +96,8 @@ def load_from(
             )
         loadings[0].read(ranks.num_threads)
 
-    seen = ranks.all_or_none(_NOT_LOADED, compare)
-    ranks.all_or_none(_NOT_LOADED, read)
+    same = ranks.decided(_NOT_LOADED, compare, lambda sums: len(set(sums)) == 1)
+    ranks.decided(_NOT_LOADED, read)
     return loadings[0].loaded
 
 
@@ -258,8 +258,9 @@ def reads_of(catalog: Catalog, tensor: str, piece: Piece) -> Iterator[Read]:
 def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: int) -> None:
     """Read elements from the files below `path`, in the order in which they are stored.
 
-    All files are opened and compared with the manifest first. Up to 64 stay open, and are read even
-    if a save replaces the checkpoint in the meantime; others are opened again for each slice.
+    The files of these reads are opened and compared with the manifest first. Up to 64 stay open,
+    and are read even if a save replaces the checkpoint in the meantime; others are opened again for
+    each slice.
 
     Raises:
         CheckpointDamaged: A file is not what the manifest says.

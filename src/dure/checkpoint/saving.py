@@ -1,16 +1,17 @@
 """Saving a state dictionary: each rank writes its slices, rank 0 the manifest.
 
-1. Rank 0 makes the folder; all report their slices (or that these are unchanged), and their trees.
-   A save in the background holds copies from here on, and makes the folder later.
-2. Each writes its file, through to the disk; all report the outcome, and the slices' checksums.
-3. Rank 0 puts the manifest in its place; all learn that it is written.
+1. Rank 0 makes the folder; all report digests of their slices and their trees, and learn which of
+   these rank 0 does not have.
+2. They send these; rank 0 compares and divides what all have, and each learns what it writes
+   (`planning`). A save in the background holds copies from here on, and makes the folder later.
+3. Each writes its file, through to the disk, and sends rank 0 the slices' checksums.
+4. Rank 0 puts the manifest in its place; all learn that it is written.
 
 A failure on any rank fails on all, before anything of the folder's checkpoint is touched.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,15 +20,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import StackSummary
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import (
     NAME,
-    Catalog,
-    Stored,
+    Manifest,
+    Published,
     clear,
     leaves_of,
     next_number,
@@ -37,10 +39,21 @@ from dure.checkpoint.catalog import (
     remove,
 )
 from dure.checkpoint.files import can_be_named
-from dure.checkpoint.folder import Folder, Unflushed, make
+from dure.checkpoint.folder import Folder, make
 from dure.checkpoint.lock import sees_lock
 from dure.checkpoint.objects import few, own_state
-from dure.checkpoint.planning import Division, Known, Offer, digest_of, known_to, marked_of
+from dure.checkpoint.planning import (
+    Description,
+    Division,
+    Known,
+    Offer,
+    Written,
+    described,
+    digest_of,
+    known_to,
+    marked_of,
+    parts_of,
+)
 from dure.checkpoint.replicas import (
     ReplicaRule,
     TreeDifference,
@@ -50,7 +63,7 @@ from dure.checkpoint.replicas import (
     rule_of,
 )
 from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind, kind_of, write_slices
-from dure.checkpoint.slices import Box, pieces_of
+from dure.checkpoint.slices import pieces_of
 from dure.checkpoint.tree import (
     ABSENT,
     Keys,
@@ -59,6 +72,7 @@ from dure.checkpoint.tree import (
     flatten,
     merged,
     names_in,
+    put,
     without_marks,
 )
 from dure.errors import (
@@ -99,23 +113,50 @@ class Taken:
     tree: Any
     rules: dict[str, ReplicaRule] = field(default_factory=dict[str, ReplicaRule])
     """What other ranks must have in common with this one, by key of the state."""
+    own: tuple[Keys, Any] | None = None
+    """A node of the state's tree that is this rank's alone, and where it is; `tree` lacks it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RankState:
-    """What a rank sends to the others before writing."""
+class _Summary(NamedTuple):
+    """What a rank sends to rank 0 first."""
 
-    digest: bytes
-    offer: Offer | None
+    keys: tuple[bytes, bytes]
+    """Digests of its description."""
+    tree: bytes
+    """A digest: to compare the trees of n ranks would be n * n / 2 comparisons."""
+    rules: bytes
+    """A digest."""
     marks: bytes
     has_empty: bool
     """Whether there is a tensor of which this rank has no elements."""
-    rules: dict[str, ReplicaRule]
+
+
+class _Wanted(NamedTuple):
+    """What rank 0 does not have of a rank."""
+
+    skeleton: bool
+    boxes: bool
+    tree: bool
+    rules: bool
+
+
+class _Sent(NamedTuple):
+    """What a rank sends of what rank 0 does not have."""
+
+    description: Description
     tree: Any
-    tree_digest: bytes
-    """Equal for equal trees: to compare the trees of n ranks would be n * n / 2 comparisons."""
-    begun: Any
-    """What `before` returned."""
+    rules: dict[str, ReplicaRule] | None
+    own: tuple[Keys, Any] | None
+
+
+class _Shared(NamedTuple):
+    """What all ranks save."""
+
+    kinds: dict[str, TensorKind]
+    parts: list[list[Slice]]
+    """Which slices each rank writes."""
+    names: Mapping[str, str | None]
+    """For each name of the state the name of its tensor, or None for a value."""
 
 
 def take(
@@ -194,7 +235,7 @@ class Saving:
         CheckpointException: It failed on some ranks; nothing was written.
         UsageError: The backend is `fake`.
 
-    Collective: all of `ranks`. One exchange.
+    Collective: all of `ranks`. Two exchanges.
     """
 
     def __init__(
@@ -204,10 +245,14 @@ class Saving:
         before: Callable[[], Any] = lambda: None,
     ) -> None:
         ranks.require_others()
-        self._ranks, known = ranks, known_to(ranks.group)
+        self._ranks = ranks
         mine: list[Taken] = []
+        descriptions: list[Description] = []
+        self._division: Division | None = None
+        self._summaries: list[_Summary] = []
+        """Both on rank 0."""
 
-        def prepare() -> _RankState:
+        def prepare() -> tuple[_Summary, Any]:
             begun = before()
             if isinstance(state_dict, Taken):
                 mine.append(state_dict)
@@ -215,56 +260,101 @@ class Saving:
                 mine.append(take(state_dict, ranks.global_ranks))
             else:
                 mine.append(state_dict())
-            taken, digest = mine[0], digest_of(mine[0].offer)
-            offer = None if known.has(ranks.rank, digest) else taken.offer
+            taken = mine[0]
+            descriptions.append(described(taken.offer))
+            skeleton, boxes = map(digest_of, descriptions[0])
             marks = marks_of([taken.memory[part] for part in marked_of(taken.offer)])
             has_empty = not all(boxes for _, boxes, _ in taken.offer.values())
-            text = json.dumps(taken.tree).encode()
-            tree = taken.tree, hashlib.blake2b(text, digest_size=16).digest()
-            return _RankState(digest, offer, marks, has_empty, taken.rules, *tree, begun)
+            tree = digest_of(json.dumps(taken.tree).encode())
+            rules = digest_of(repr(_in_order(taken.rules)).encode())
+            return _Summary((skeleton, boxes), tree, rules, marks, has_empty), begun
 
-        self._sent = ranks.all_or_none(_NOT_SAVED, prepare)
-        self._memory = mine[0].memory
-        self._division: Division | CheckpointMismatch | UsageError
-        try:  # what is wrong is so on all ranks
-            self._division = self._agree(known)
-        except (CheckpointMismatch, UsageError) as e:
-            self._division = e.with_traceback(None)
+        def ask(prepared: list[tuple[_Summary, Any]]) -> list[tuple[_Wanted, Any]]:
+            self._summaries = [summary for summary, _ in prepared]
+            begun = prepared[0][1]
+            return [(wanted, begun) for wanted in self._wanted(known_to(ranks.group))]
 
-    def _agree(self, known: Known) -> Division:
-        """Compare what ranks sent, merge their trees, and divide what they have.
+        wanted, self.begun = ranks.decided(_NOT_SAVED, prepare, ask, apart=True)
+        """`begun`: what `before` returned on rank 0."""
+
+        def send() -> _Sent:
+            skeleton, boxes = descriptions[0]
+            described = Description(skeleton * wanted.skeleton, boxes * wanted.boxes)
+            taken = mine[0]
+            tree, rules = taken.tree if wanted.tree else None, taken.rules if wanted.rules else None
+            return _Sent(described, tree, rules, taken.own)
+
+        def divide(sent: list[_Sent]) -> list[Any]:
+            try:
+                self._division = self._agree(known_to(ranks.group), sent)
+            except (CheckpointMismatch, UsageError) as e:
+                return [e.with_traceback(None)] * ranks.size
+            return [positions.astype(np.int32) for positions in self._division.positions]
+
+        answer = ranks.decided(_NOT_SAVED, send, divide, apart=True)
+        self._memory, self._fault, self._shared = mine[0].memory, None, None
+        self._kinds = {name: kind for name, (kind, _, _) in mine[0].offer.items()}
+        self._positions: dict[Slice, int] = {}
+        """Of the slices that this rank writes, in the order of its file."""
+        if isinstance(answer, Exception):
+            self._fault = answer
+            return
+        every = parts_of(mine[0].offer)
+        found = {every[position]: position for position in answer.tolist()}
+        self._layout = FileLayout.of(found, self._kinds)
+        self._positions = {part: found[part] for part in self._layout.begins}
+
+    def _wanted(self, known: Known) -> list[_Wanted]:
+        """Return what each rank must send: of equal things, the lowest rank's are enough."""
+        lacks = known.lacks([one.keys for one in self._summaries])
+        trees, rules = set[bytes](), set[bytes]()
+        found: list[_Wanted] = []
+        for one, (skeleton, boxes) in zip(self._summaries, lacks, strict=True):
+            found.append(_Wanted(skeleton, boxes, one.tree not in trees, one.rules not in rules))
+            trees.add(one.tree)
+            rules.add(one.rules)
+        return found
+
+    def _agree(self, known: Known, sent: list[_Sent]) -> Division:
+        """Compare what ranks sent, merge their trees, and divide what they have. On rank 0.
 
         Raises:
             CheckpointMismatch: They do not fit together.
             UsageError: Two entries have the same name.
         """
-        sent, differences = self._sent, list[TreeDifference]()
-        trees, digests = [sent[0].tree], {sent[0].tree_digest}
-        self._tree = sent[0].tree
+        summaries, differences = self._summaries, list[TreeDifference]()
+        self._trees = {rank: one.tree for rank, one in enumerate(sent) if one.tree is not None}
+        self._tree = self._trees[0]
+        for rank, tree in self._trees.items():
+            self._tree = merged(self._tree, tree, partial(_noted, differences, rank))
+        has_own = False
         for rank, one in enumerate(sent):
-            if one.tree_digest not in digests:
-                digests.add(one.tree_digest)
-                trees.append(one.tree)
-                self._tree = merged(self._tree, one.tree, partial(_noted, differences, rank))
-        values = require_common(differences, [one.rules for one in sent])
+            if one.own is not None:
+                keys, node = one.own
+                has_own = True
+                put(self._tree, keys, node)
+                if rank:
+                    differences.append(TreeDifference(rank, keys, ABSENT, node))
+        values = require_common(differences, [one.rules for one in sent if one.rules is not None])
         unused = frozenset[str]()
-        if len(trees) > 1:
-            has_empty = any(one.has_empty for one in sent)
+        if len(self._trees) > 1 or has_own:
+            has_empty = any(one.has_empty for one in summaries)
             if has_empty or any(names_in([v.first, v.second]) for v in values):
                 self._tree = without_marks(self._tree)
-                unused = names_in(trees) - names_in(self._tree)
+                unused = names_in(list(self._trees.values())) - names_in(self._tree)
             leaves_of(_changed(self._tree, {found.keys[0] for found in differences}))
-        offers = [(one.digest, one.offer) for one in sent]
-        division, slices = known.division(offers, [one.marks for one in sent], unused)
+        division, slices = known.division(
+            [one.keys for one in summaries],
+            [one.description for one in sent],
+            [one.marks for one in summaries],
+            unused,
+        )
         self._require_own({part.name for part in slices}, differences)
-        if self._ranks.rank == 0:
-            names = dict.fromkeys([v.name for v in values] + sorted(p.name for p in slices))
-            new = [name for name in names if name not in known.reported]
-            known.reported.update(new)
-            if new:
-                _log.warning(
-                    "ranks have different values of %s; the lowest rank's are saved", few(new)
-                )
+        names = dict.fromkeys([v.name for v in values] + sorted(p.name for p in slices))
+        new = [name for name in names if name not in known.reported]
+        known.reported.update(new)
+        if new:
+            _log.warning("ranks have different values of %s; the lowest rank's are saved", few(new))
         return division
 
     def _require_own(self, names: set[str], differences: list[TreeDifference]) -> None:
@@ -276,7 +366,7 @@ class Saving:
         """
         for found in differences if names else ():
             own = names_in(found.second) & names if found.first is ABSENT else frozenset[str]()
-            for name in own & names_in([one.tree for one in self._sent[: found.rank]]):
+            for name in own & names_in([t for rank, t in self._trees.items() if rank < found.rank]):
                 raise CheckpointMismatch(
                     "an entry of one rank would be saved with another rank's values",
                     seen=f"{found.name} of rank {found.rank} is the tensor {name}, which differs "
@@ -284,10 +374,9 @@ class Saving:
                     fix="Save a clone() of it.",
                 )
 
-    def _divided(self) -> Division:
-        if isinstance(self._division, Division):
-            return self._division
-        raise copy(self._division)  # whose traceback refers to this object
+    def _require_divided(self) -> None:
+        if self._fault is not None:
+            raise copy(self._fault)  # whose traceback refers to this object
 
     def hold(self, stage: Callable[[dict[Slice, torch.Tensor]], dict[Slice, torch.Tensor]]) -> None:
         """Keep copies of what this rank writes: the program may change its tensors from now on.
@@ -301,10 +390,10 @@ class Saving:
         def held() -> None:
             self._memory = stage(self.mine())
 
-        self._ranks.all_or_none(_NOT_SAVED, held)
+        self._ranks.decided(_NOT_SAVED, held)
 
-    def write(self, folder: Folder, path: Path, number: int) -> Catalog:
-        """Write into the folder `path`, as its `number`-th save; return the manifest.
+    def write(self, folder: Folder, path: Path, number: int) -> bytes:
+        """Write into the folder `path`, as its `number`-th save; return the manifest's digest.
 
         On rank 0 `folder` holds the lock: `path`, or the folder above it.
 
@@ -315,18 +404,21 @@ class Saving:
         Collective: all of the ranks. Two exchanges.
         """
         ranks, wrote = self._ranks, False
+        written: list[Written] = []
 
-        def write() -> list[int]:
+        def write() -> Written:
             nonlocal wrote
             if ranks.rank != 0 and not sees_lock(path):
                 seen = f"rank {ranks.rank} does not see the lock that rank 0 holds there"
                 raise not_shared(path, seen)
-            layout = self._divided().layouts[ranks.rank]
-            if not layout.begins:
-                return []
+            self._require_divided()
+            if not self._positions:
+                return Written(0, b"")
             wrote = True
             try:
-                return write_slices(path / part_name(number, ranks.rank), layout, self._memory)
+                file = path / part_name(number, ranks.rank)
+                sums = write_slices(file, self._layout, self._memory)
+                return Written(self._layout.num_bytes, self._by_position(sums))
             except (FileNotFoundError, FileExistsError) as e:
                 wrote = False
                 if ranks.rank == 0:
@@ -334,35 +426,21 @@ class Saving:
                 seen = f"rank 0 made the folder, and rank {ranks.rank} got: {e.strerror}"
                 raise not_shared(path, seen) from e
 
-        def publish_on_rank_0() -> Unflushed | None:
-            if ranks.rank != 0:
-                return None
-            return publish(path, catalog, folder.check)
-
-        def clean_up(error: BaseException) -> None:
-            """Remove what was written: on rank 0 all files, and then another job may save there.
-
-            Another rank may come here late, when a file of its name is one of the next save, which
-            may have this number. So it removes its file only if rank 0 may not see that.
-            """
-            failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-            with suppress(OSError):
-                if ranks.rank == 0:
-                    folder.check()  # if another job has taken over, these are its files
-                    remove(path, number=number)
-                elif wrote and any(isinstance(e, CheckpointNotWritten) for e, _ in failures):
-                    remove(path, number=number, rank=ranks.rank)
+        def publish_on_rank_0() -> Published:
+            assert self._division is not None
+            files = {part_name(number, r): it.num_bytes for r, it in enumerate(written) if it.sums}
+            texts = self._division.texts(written, number)
+            return publish(path, Manifest(self._tree, texts, files), folder.check)
 
         try:
-            sums = ranks.all_or_none(_NOT_SAVED, write)
+            ranks.decided(_NOT_SAVED, write, written.extend)
         except BaseException as e:
-            clean_up(e)
+            self._clean_up(e, folder, path, number, wrote)
             raise
-        catalog = self._catalog(sums, number)
         try:
-            unflushed = ranks.all_or_none(_NOT_SAVED, publish_on_rank_0)[0]
+            digest, unflushed = ranks.first_or_none(_NOT_SAVED, publish_on_rank_0)
         except CheckpointException as e:  # rank 0 has not published; else that is unknown
-            clean_up(e)
+            self._clean_up(e, folder, path, number, wrote)
             raise
         try:
             if unflushed is not None:
@@ -372,72 +450,100 @@ class Saving:
                     fix="Check the disk and save again. Until then a power failure may bring back "
                     "the previous checkpoint, whose files are kept.",
                 ) from unflushed
-            self._report(path)
-            return catalog
+            if ranks.rank == 0:
+                self._report(path, [one.num_bytes for one in written])
+            return digest
         finally:
-            del unflushed  # see `Ranks._outcomes`
+            del unflushed  # see `Ranks.decided`
+
+    def _clean_up(
+        self, error: BaseException, folder: Folder, path: Path, number: int, wrote: bool
+    ) -> None:
+        """Remove what was written: on rank 0 all files, and then another job may save there.
+
+        Another rank may come here late, when a file of its name is one of the next save, which
+        may have this number. So it removes its file only if rank 0 may not see that.
+        """
+        ranks = self._ranks
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        with suppress(OSError):
+            if ranks.rank == 0:
+                folder.check()  # if another job has taken over, these are its files
+                remove(path, number=number)
+            elif wrote and any(isinstance(e, CheckpointNotWritten) for e, _ in failures):
+                remove(path, number=number, rank=ranks.rank)
 
     @logs.never_fails
-    def _report(self, path: Path) -> None:
+    def _report(self, path: Path, num_bytes: list[int]) -> None:
         """Write one line about who wrote what."""
-        ranks = self._ranks
-        if logs.reports(_log, ranks.rank):
-            layouts = self._divided().layouts
+        if logs.reports(_log, 0):
             parts = [
-                f"rank {rank}: {logs.size_text(layout.num_bytes)}"
-                for rank, layout in enumerate(layouts)
-                if layout.begins
+                f"rank {rank}: {logs.size_text(count)}"
+                for rank, count in enumerate(num_bytes)
+                if count
             ]
             logs.decided(
                 _log,
-                ranks.rank,
+                0,
                 "checkpoint %s: saved by %d of %d ranks (%s)",
-                *(path, len(parts), ranks.size, ", ".join(parts[:_SHOWN])),
+                *(path, len(parts), len(num_bytes), ", ".join(parts[:_SHOWN])),
             )
 
-    def _catalog(self, sums: list[list[int]], number: int) -> Catalog:
-        """Combine what ranks sent with the checksums of what they wrote."""
-        division = self._divided()
-        slices: dict[str, dict[Box, Stored]] = {name: {} for name in division.kinds}
-        layouts: dict[str, FileLayout] = {}
-        for rank, (layout, crcs) in enumerate(zip(division.layouts, sums, strict=True)):
-            if crcs:
-                file = part_name(number, rank)
-                layouts[file] = layout
-                for part, crc in zip(layout.begins, crcs, strict=True):
-                    slices[part.name][part.box] = Stored(file, crc)
-        return Catalog(self._tree, division.kinds, slices, layouts)
-
-    def kinds(self) -> dict[str, TensorKind]:
-        """Return what is saved by all ranks; CheckpointMismatch if it does not fit together."""
-        return self._divided().kinds
+    def _by_position(self, sums: list[int]) -> bytes:
+        """Return checksums in the order of positions, instead of the file's."""
+        order = np.argsort(np.array(list(self._positions.values())))
+        return np.array(sums, np.uint32)[order].tobytes()
 
     def mine(self) -> dict[Slice, torch.Tensor]:
-        """Return what this rank is to write; errors as `kinds`."""
-        begins = self._divided().layouts[self._ranks.rank].begins
-        return {part: self._memory[part] for part in begins}
+        """Return what this rank is to write; CheckpointMismatch if it does not fit together."""
+        self._require_divided()
+        return {part: self._memory[part] for part in self._positions}
 
-    def layouts(self) -> list[FileLayout]:
-        """Return which slices each rank is to write; errors as `kinds`."""
-        return self._divided().layouts
+    def share(self) -> None:
+        """Let all ranks know what all save, for files that they write together.
+
+        Collective: all of the ranks. One exchange.
+
+        Cost: each rank receives what all ranks save.
+        """
+
+        def share() -> _Shared:
+            assert self._division is not None
+            leaves = leaves_of(self._tree).items()
+            tensors = {
+                n: leaf.value if isinstance(leaf.value, Named) else None for n, leaf in leaves
+            }
+            return _Shared(self._division.kinds, self._division.parts(), tensors)
+
+        ranks = self._ranks
+        self._shared = ranks.decided(_NOT_SAVED, self._require_divided, lambda _: share())
+
+    def _of_all(self) -> _Shared:
+        assert self._shared is not None, "share() comes first"
+        return self._shared
+
+    def kinds(self) -> dict[str, TensorKind]:
+        """Return what is saved by all ranks."""
+        return self._of_all().kinds
+
+    def parts(self) -> list[list[Slice]]:
+        """Return which slices each rank is to write."""
+        return self._of_all().parts
 
     def memory(self, part: Slice) -> torch.Tensor:
         """Return the elements of a slice that this rank has."""
         return self._memory[part]
 
-    def names(self) -> dict[str, str | None]:
+    def names(self) -> Mapping[str, str | None]:
         """Return for each name of the state the name of its tensor, or None for a value.
 
-        Tied weights have the same tensor. Errors as `kinds`.
+        Tied weights have the same tensor.
         """
-        self._divided()
-        leaves = leaves_of(self._tree).items()
-        return {n: leaf.value if isinstance(leaf.value, Named) else None for n, leaf in leaves}
+        return self._of_all().names
 
-    @property
-    def begun(self) -> Any:
-        """What `before` returned on rank 0."""
-        return self._sent[0].begun
+
+def _in_order(rules: dict[str, ReplicaRule]) -> list[Any]:
+    return [(k, r.keys, r.values, r.lowest, sorted(r.free)) for k, r in sorted(rules.items())]
 
 
 def begin(folder: Folder, replace: bool) -> int:
@@ -466,15 +572,15 @@ def begin(folder: Folder, replace: bool) -> int:
 
 def save_into(
     path: Path, state_dict: Mapping[str, Any] | Taken, ranks: Ranks, replace: bool = True
-) -> Catalog:
+) -> bytes:
     """Save a state into the folder `path`; with `replace` an existing checkpoint is replaced.
 
-    Returns its manifest.
+    Returns the digest of its manifest.
 
     Raises:
         CheckpointException: It failed on some ranks; earlier checkpoints are unchanged.
 
-    Collective: all of `ranks`. Three exchanges.
+    Collective: all of `ranks`. Four exchanges.
     """
     folder = Folder(path)
     try:

@@ -22,7 +22,7 @@ from dure.checkpoint.file_storages import (
     HuggingFaceStorageWriter,
     folder_of,
 )
-from dure.checkpoint.metadata import Metadata, metadata_of
+from dure.checkpoint.metadata import Metadata, metadata_of, read_later
 from dure.checkpoint.planned import load_planned, save_planned, taken_of
 from dure.checkpoint.planner import (
     DefaultLoadPlanner,
@@ -85,18 +85,20 @@ def save(
         use_collectives: Only True: the manifest is one.
 
     Returns:
-        What the checkpoint holds.
+        What the checkpoint holds. It is read from the folder when it is first looked at, which is
+        an error after the next save into the folder.
 
     Raises:
         CheckpointException: It failed on some ranks (`failures`: which and why); raised on all.
         UsageError: No folder is given, or an object of another library.
 
-    Collective: all ranks of the group must call; three exchanges, and three more with a custom
+    Collective: all ranks of the group must call; four exchanges, and three more with a custom
     planner; four with a `StorageWriter`. Returns when the checkpoint is on
     the disk.
 
     Cost: each byte is read and written once, by one rank; memory: one slice where it is not
-    contiguous on the CPU.
+    contiguous on the CPU. Ranks send what they have to rank 0, which plans and writes the manifest;
+    the others learn what they write.
 
     Example:
         ```python
@@ -136,7 +138,7 @@ def _save(
     if isinstance(writer, HuggingFaceStorageWriter):
         files = cast(Mapping[str, int], writer.fqn_to_index_mapping), writer.max_bytes
         return metadata_of(save_weights(path, state, ranks, *files, writer.overwrite))
-    return metadata_of(save_into(path, state, ranks, _may_replace(writer)))
+    return read_later(path, save_into(path, state, ranks, _may_replace(writer)))
 
 
 def save_state_dict(
@@ -211,7 +213,7 @@ def async_save(
             it was not waited for.
         UsageError: As `save`.
 
-    Collective: all ranks of the group must call; two exchanges, and the first time a new group.
+    Collective: all ranks of the group must call; three exchanges, and the first time a new group.
     Waits for the save before.
 
     Cost: one copy of the bytes that this rank writes, which are as many bytes of memory, kept.

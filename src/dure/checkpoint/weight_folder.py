@@ -340,7 +340,7 @@ class _Weights:
             self._names.setdefault(tensor, []).append(name)
         kinds = self._saving.kinds()
         self._kinds = {name: kinds[tensor] for name, tensor in stored.items() if tensor}
-        parts = [layout.begins for layout in self._saving.layouts()]
+        parts = self._saving.parts()
         self._writer = WeightWriter(kinds, parts, self._saving.memory, self._ranks)
         self._boxes = {n: self._writer.boxes[tensor] for n, tensor in stored.items() if tensor}
         self.files = _Files(
@@ -403,7 +403,7 @@ def save_weights(
     Raises:
         CheckpointException: It failed on some ranks, or there are values in the state.
 
-    Collective: all of `ranks`. Four exchanges; one more, and those of `WeightWriter.exchange`, if a
+    Collective: all of `ranks`. Six exchanges; one more, and those of `WeightWriter.exchange`, if a
         tensor is divided by columns.
     """
     place, leads = Folder(folder), ranks.rank == 0
@@ -416,17 +416,16 @@ def save_weights(
 
     try:
         saving = Saving(ranks, state_dict, begin)
+        saving.share()
         weights = _Weights(folder, saving, ranks)
         ranks.all_or_none(_NOT_SAVED, lambda: weights.prepare(numbers, max_bytes))
         sums = weights.sums(ranks.all_or_none(_NOT_SAVED, weights.write), _NOT_SAVED)
 
         def publish() -> OSError | None:
-            if leads:
-                place.check()
-                return weights.files.publish(sums)
-            return None
+            place.check()
+            return weights.files.publish(sums)
 
-        failed = ranks.all_or_none(_NOT_SAVED, publish)[0]
+        failed = ranks.first_or_none(_NOT_SAVED, publish)
     except BaseException:
         if begun:
             with suppress(OSError, CheckpointError):

@@ -155,10 +155,15 @@ def gather_object(
         what = "object_gather_list must have one place for each rank on the root"
         _need_places(places, pg, op, what)
     data = _pack(obj, where)
-    slots = _slots(pg, data)
-    pg.gather(data, None if places is None else slots, root)
-    if places is not None:
-        places[:] = [_unpack(slot) for slot in slots]
+    if places is None:
+        pg.gather(torch.tensor([data.numel()], device=where), None, root)
+        pg.gather(data, None, root)
+        return
+    sizes = [torch.zeros(1, dtype=torch.int64, device=where) for _ in places]
+    pg.gather(torch.tensor([data.numel()], device=where), sizes, root)
+    slots = [_empty(int(size), where) for size in sizes]
+    pg.gather(data, slots, root)
+    places[:] = [_unpack(slot) for slot in slots]
 
 
 def broadcast_object_list(

@@ -38,15 +38,15 @@ def _disk_is_full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _stopped_at_a_failure(ranks, *args):
+def _stopped_at_a_failure(ranks, *args, **options):
     try:
-        return _all_or_none(ranks, *args)
+        return _decided(ranks, *args, **options)
     except CheckpointException:
         _stop()
         raise
 
 
-_all_or_none = agreement.Ranks.all_or_none
+_decided = agreement.Ranks.decided
 
 
 def _save(slot, folder, when=""):
@@ -57,7 +57,7 @@ def _save(slot, folder, when=""):
     elif when and slot.rank == 0:
         saving.publish = _disk_is_full
     elif when:
-        agreement.Ranks.all_or_none = _stopped_at_a_failure
+        agreement.Ranks.decided = _stopped_at_a_failure
     with suppress(*((CheckpointException, CommError) if when else ())):
         save({"w": rows(counted(7, 4) * (not when))}, checkpoint_id=folder)
 
