@@ -62,9 +62,37 @@ def test_a_rank_that_gives_up_asks_once_who_is_missing() -> None:
     with pytest.raises(StoreTimeout) as caught:
         gather_all(store, "a", 7, 256, b"", AT_ONCE)
     assert caught.value.keys == tuple(f"a/member/{r}" for r in range(256) if r != 7)
-    # Write, count, wait, ask who is missing; two requests withdraw.
-    assert store.num_requests == 6
-    assert not store.check(["a/member/7"])
+    # Write, count, wait, ask who is missing and whether all have come; two requests withdraw.
+    assert store.num_requests == 7
+
+
+def test_ranks_that_give_up_one_after_another_name_the_same_missing_rank() -> None:
+    store = HashStore(TIMEOUT)
+    arrived = [_arrived(store, rank, 4) for rank in range(3)]
+    found = [wait_for_summaries(store, [each], AT_ONCE) for each in arrived]
+    assert [late and late[1] for late in found] == [(3,), (3,), (3,)]
+
+
+def test_entries_of_an_earlier_gathering_do_not_stand_in_for_a_rank_that_does_not_come() -> None:
+    store = HashStore(TIMEOUT)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(gather_all, store, "a", r, 2, b"old", TIMEOUT) for r in range(2)]
+        assert [each.result() for each in asked] == [[b"old"] * 2] * 2
+    with pytest.raises(StoreTimeout):
+        gather_all(store, "a", 0, 2, b"new", AT_ONCE)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(gather_all, store, "a", r, 2, b"new", TIMEOUT) for r in range(2)]
+        assert [each.result() for each in asked] == [[b"new"] * 2] * 2
+
+
+def test_who_withdrew_is_named_where_all_have_entries() -> None:
+    store = HashStore(TIMEOUT)
+    with pytest.raises(StoreTimeout):
+        gather_all(store, "a", 1, 2, b"", AT_ONCE)
+    store.set("a/member/0", b"")
+    with pytest.raises(StoreTimeout) as caught:
+        gather_all(store, "a", 0, 2, b"", AT_ONCE)
+    assert caught.value.keys == ("a/member/1",)
 
 
 def test_ranks_that_gave_up_can_gather_again_under_the_same_name() -> None:

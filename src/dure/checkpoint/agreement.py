@@ -12,6 +12,7 @@ and what it must know (`Ranks.decided`). Only rank 0 receives what all ranks rep
 from __future__ import annotations
 
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -192,7 +193,15 @@ class Ranks:
 
         Cost: each rank receives what all report; see `decided`.
         """
-        return self.decided(what, do, lambda results: results)
+        mine: list[T] = []
+
+        def kept() -> T:
+            mine.append(do())
+            return mine[0]
+
+        found: list[T] = self.decided(what, kept, lambda results: results)
+        found[self.rank] = mine[0]  # not a copy of it, which the program would not see change
+        return found
 
     def first_or_none(self, what: str, do: Callable[[], T]) -> T:
         """Call `do` on rank 0 alone, and return its result on all ranks.
@@ -213,12 +222,21 @@ def _outcome(do: Callable[[], T]) -> tuple[T | None, Exception | None, Any]:
     """Call `do`; return its result, or its exception and where it was raised."""
     try:
         return do(), None, None
-    except (DureError, OSError) as e:
-        return None, e, traceback.extract_tb(e.__traceback__)
-    except Exception as e:  # of a class that the other ranks may not be able to receive
+    except Exception as e:
+        if isinstance(e, DureError | OSError) and _can_be_received(e):
+            return None, e, traceback.extract_tb(e.__traceback__)
         error = CheckpointError("an object failed", seen=f"{type(e).__name__}: {e}")
         error.__cause__ = e
         try:
             return None, error, traceback.extract_tb(e.__traceback__)
         finally:
             del error
+
+
+def _can_be_received(error: BaseException) -> bool:
+    """Return whether another rank can make the exception again, which some classes prevent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # of many classes
+        return False
+    return True

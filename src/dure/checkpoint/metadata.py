@@ -129,20 +129,17 @@ class Metadata:
 
     def __getattr__(self, name: str) -> Any:
         """Read the manifest, if that was left for later (`read_later`)."""
-        read = self.__dict__.pop("_read", None)
+        read = self.__dict__.get("_read")
         if read is None or name not in ("state_dict_metadata", "planner_data"):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-        try:
-            self.__dict__ |= read().__dict__
-        except BaseException:
-            self.__dict__["_read"] = read
-            raise
+        # What the program has set stays. Two threads may both read.
+        self.__dict__ = read().__dict__ | self.__dict__
         return self.__dict__[name]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, to be copied or sent; a manifest is read for it."""
         assert self.state_dict_metadata is not None
-        return self.__dict__
+        return {name: value for name, value in self.__dict__.items() if name != "_read"}
 
 
 def read_later(folder: Path, digest: bytes) -> Metadata:

@@ -134,7 +134,10 @@ def taken_of(
             if kind is None:
                 raise UsageError("a tensor cannot be in a checkpoint", seen=f"{name} is {dtype}")
             before = made.offer.get(name, (kind, (), 0))[1]
-            made.offer[name] = kind, (*before, box) if box.num_elements else before, 0
+            if box.num_elements and box not in before:  # a planner may have an item twice
+                made.offer[name] = kind, (*before, box), 0
+            else:
+                made.offer[name] = kind, before, 0
             items[Slice(name, box)] = item
         tensors: dict[str, torch.Tensor] = {}
         tree = encode(nested(leaves, metadata.planner_data), "", tensors)

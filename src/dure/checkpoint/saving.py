@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -331,6 +331,8 @@ class Saving:
         for rank, one in enumerate(sent):
             if one.own is not None:
                 keys, node = one.own
+                if not has_own:  # the tree of rank 0, whose nodes these are, stays as it is
+                    self._tree = {**self._tree, keys[0]: deepcopy(self._tree[keys[0]])}
                 has_own = True
                 put(self._tree, keys, node)
                 if rank:

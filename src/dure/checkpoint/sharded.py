@@ -206,7 +206,8 @@ def async_save(
         use_collectives: Only True.
 
     Returns:
-        A future of what the checkpoint holds; it is done when that is on the disk.
+        A future of what the checkpoint holds; it is done when that is on the disk. What `save` says
+        of its result holds for that of the future.
 
     Raises:
         CheckpointException: Something cannot be saved; or the save before failed on a rank, and

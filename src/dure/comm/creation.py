@@ -64,8 +64,9 @@ default_pg_timeout = timedelta(minutes=30)
 
 _LOOK_S = 0.05
 _LONGEST_LOOK_S = 1.0
-_WATCHERS = 2
-"""How many ranks of a host watch its processes while a group is created."""
+_WATCHERS, _SELDOM_LOOK_S = 2, 5.0
+"""How many ranks of a host look often at its processes while a group is created; how often the
+others look, as these may be dead or late themselves."""
 
 RENDEZVOUS_LIMIT = timedelta(minutes=5)
 """How long group creation waits for members by default."""
@@ -246,23 +247,27 @@ class _GroupCreation:
         return _pack(mine)
 
     def watch(self) -> float:
-        """Look whether the members of this host live, and report one that has ended to all.
+        """Look whether the members of this host live; return the seconds until the next look.
 
-        Returns:
-            How long to wait until the next look, in seconds.
+        Raises:
+            PeerLost: One of them has ended.
         """
-        if not self.watched.watches:
+        if not self.watched.has_others:
             return math.inf
         if self._look_s:
-            try:
-                self.watched.look()
-            except PeerLost as error:
-                lost = -1 if error.peer is None else error.peer
-                with suppress(StoreError):
-                    self.gathering.publish(_pack(_GroupSummary(lost=lost)))
-                raise
-        self._look_s = min(2 * self._look_s, _LONGEST_LOOK_S) or _LOOK_S
+            self.watched.look()
+        if self.watched.watches:
+            self._look_s = min(2 * self._look_s, _LONGEST_LOOK_S) or _LOOK_S
+        else:
+            self._look_s = _SELDOM_LOOK_S
         return self._look_s
+
+    def report_lost(self, global_rank: int) -> None:
+        """Let all members know that the process of one has ended, if it is a member."""
+        if global_rank in self.spec.global_ranks:
+            lost = self.spec.global_ranks.index(global_rank)
+            with suppress(StoreError):
+                self.gathering.publish(_pack(_GroupSummary(lost=lost)))
 
     def check(self) -> None:
         """Read what was published; if members differ, all of them find the same difference."""
@@ -356,9 +361,7 @@ def _exchange(store: Store, creations: Sequence[_GroupCreation]) -> None:
         store.multi_set(mine, [c.entry(site) for c in creations])
         for each in gatherings:
             each.arrive()
-        late = wait_for_summaries(
-            store, gatherings, limit, lambda: min(c.watch() for c in creations)
-        )
+        late = wait_for_summaries(store, gatherings, limit, lambda: _watch(creations))
         if late is not None:
             creation = creations[gatherings.index(late[0])]
             raise _not_all_called(creation, late[1], limit)
@@ -366,6 +369,25 @@ def _exchange(store: Store, creations: Sequence[_GroupCreation]) -> None:
         for each in gatherings:
             each.give_up()
         raise
+
+
+def _watch(creations: Sequence[_GroupCreation]) -> float:
+    """Look whether members live; report one that has ended to all groups that it is in.
+
+    Returns:
+        The seconds until the next look.
+    """
+    next_look_s = math.inf
+    for creation in creations:
+        try:
+            next_look_s = min(next_look_s, creation.watch())
+        except PeerLost as error:
+            if error.peer is not None:
+                lost = creation.spec.global_ranks[error.peer]
+                for each in creations:
+                    each.report_lost(lost)
+            raise
+    return next_look_s
 
 
 def _not_all_called(
@@ -443,17 +465,20 @@ class WatchedStore(PrefixStore):
             return {}
         return self._members.select(self._spec.global_ranks).processes_on_host_of(self._rank)
 
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other members on this host."""
+        return len(self._processes) > 1
+
     @cached_property
     def watches(self) -> bool:
         """Whether this rank looks often: it is one of the first of its host, and not alone."""
-        if len(self._processes) < 2:
-            return False
-        return self._rank in list(self._processes.values())[:_WATCHERS]
+        return self.has_others and self._rank in list(self._processes.values())[:_WATCHERS]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all `keys` exist."""
         limit = self.timeout if timeout is None else timeout
-        longest_s = _LONGEST_LOOK_S if self.watches else math.inf
+        longest_s = _LONGEST_LOOK_S if self.watches else _SELDOM_LOOK_S
         wait_watching(self._store, self._full(keys), limit, [self], longest_s)
 
     def check(self, keys: Sequence[str]) -> bool:

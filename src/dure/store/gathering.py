@@ -11,8 +11,8 @@ Three things may go wrong, and none of them costs every rank a look at all entri
   after that at growing intervals, asks for the count; if all have come it makes the summary itself.
   The first summary counts.
 * A rank comes when others have given up. These have withdrawn: each removes itself from the count
-  and its entry from the store. Whether all had come before is decided by the count alone, so a rank
-  that withdraws too late learns that the gathering is complete.
+  and marks its entry, so that others who give up later do not name it as missing. Whether all had
+  come is decided by the count alone, never by entries, which may be those of an earlier attempt.
 
 A name may be used again: every `size` arrivals form one gathering.
 """
@@ -33,6 +33,9 @@ __all__ = ["Gathering", "gather", "gather_all", "wait_for_summaries"]
 
 _DOUBT_S = 5.0
 """After how long a rank that waits asks for the first time whether all have come."""
+
+_WITHDRAWN = b"\xc1withdrawn"
+"""The entry of a rank that has withdrawn; no value in msgpack begins so."""
 
 _pack = msgspec.msgpack.encode
 _read_entries = msgspec.msgpack.Decoder(list[bytes]).decode
@@ -98,17 +101,24 @@ class Gathering:
         If two ranks have the same number, an entry is missing, and there will be no summary.
         """
         keys = [self.entry_key(rank) for rank in range(self.size)]
-        if self._store.check(keys):
-            self.publish(self._summarize(self._store.multi_get(keys)))
+        if not self._store.check(keys):
+            return
+        entries = self._store.multi_get(keys)
+        if _WITHDRAWN not in entries:
+            self.publish(self._summarize(entries))
 
     def publish(self, summary: bytes) -> None:
         """Publish a summary, unless there is one."""
         self.summary = self._store.compare_set(self.key, "", summary)
 
     def missing(self) -> tuple[int, ...]:
-        """Ask which ranks have not come."""
+        """Ask which ranks have not come; if all have entries, which of these have withdrawn."""
         keys = {self.entry_key(rank): rank for rank in range(self.size)}
-        return tuple(keys[key] for key in self._store.missing_keys(list(keys)))
+        absent = self._store.missing_keys(list(keys))
+        if absent:
+            return tuple(keys[key] for key in absent)
+        entries = self._store.multi_get(list(keys))
+        return tuple(rank for rank, entry in enumerate(entries) if entry == _WITHDRAWN)
 
     def withdraw(self) -> bool:
         """Take this rank out, unless all have come; return whether it is out."""
@@ -118,7 +128,7 @@ class Gathering:
                 return False
             self._counted = False
         self._out = True
-        self._store.delete_key(self.entry_key(self._rank))
+        self._store.set(self.entry_key(self._rank), _WITHDRAWN)
         return True
 
     def give_up(self) -> None:
@@ -166,7 +176,9 @@ def wait_for_summaries(
         for g in waiting.values():
             if now >= deadline:
                 missing = g.missing()
-                if missing and (g.withdraw() or (missing := g.missing())):
+                if not g.all_came() and g.withdraw():
+                    return g, missing
+                if missing and (missing := g.missing()):
                     return g, missing
                 g.conclude()
             elif now >= began + doubt_s and g.all_came():

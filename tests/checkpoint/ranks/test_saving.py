@@ -1,19 +1,27 @@
 """Saving: what fails on one rank fails on all, and what was saved before stays."""
 
+import copy
 import errno
 import os
+import pickle
 import shutil
+from dataclasses import replace
+from email.message import Message
 from pathlib import Path
 from typing import Any, cast
+from urllib.error import HTTPError
 
 import pytest
 import torch
 
 import dure
 from dure.checkpoint import (
+    Checkpointer,
     CheckpointException,
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     FileSystemWriter,
+    PerRank,
     async_save,
     load,
     save,
@@ -264,3 +272,62 @@ def test_a_save_that_lost_its_lock_leaves_what_the_next_job_has_saved(
     found = {"x": torch.zeros(3)}
     load(found, checkpoint_id=ours)
     assert found["x"].tolist() == [2, 2, 2]
+
+
+class HasAnErrorThatCannotBeReceived:
+    """Its state is an error of a class that pickle writes and cannot read."""
+
+    def state_dict(self):
+        raise HTTPError("http://example", 500, "the server failed", Message(), None)
+
+    def load_state_dict(self, state): ...
+
+
+def test_an_error_that_other_ranks_cannot_receive_fails_on_all(tmp_path):
+    def be(rank):
+        state = {"x": HasAnErrorThatCannotBeReceived() if rank == 1 else torch.ones(1)}
+        with pytest.raises(CheckpointException) as found:
+            save(state, checkpoint_id=tmp_path)
+        return str(found.value.failures[1][0])
+
+    assert all("HTTPError: HTTP Error 500: the server failed" in text for text in run_ranks(3, be))
+
+
+def test_what_a_save_returns_can_be_asked_copied_and_changed_before_it_is_read(tmp_path):
+    found = save({"w": counted(3)}, checkpoint_id=tmp_path)
+    assert not hasattr(found, "absent")
+    assert list(copy.deepcopy(found).state_dict_metadata) == ["w"]
+    found.storage_data = "mine"
+    assert list(found.state_dict_metadata) == ["w"]
+    assert found.storage_data == "mine"
+    assert list(pickle.loads(pickle.dumps(found)).state_dict_metadata) == ["w"]
+
+
+def test_a_planner_may_have_an_item_twice(tmp_path):
+    class Twice(DefaultSavePlanner):
+        def finish_plan(self, new_plan):
+            return replace(new_plan, items=[*new_plan.items, new_plan.items[0]])
+
+    save({"a": counted(3), "b": counted(2)}, checkpoint_id=tmp_path, planner=Twice())
+    state = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    load(state, checkpoint_id=tmp_path)
+    assert torch.equal(state["a"], counted(3))
+    assert torch.equal(state["b"], counted(2))
+
+
+def test_a_tensor_of_one_rank_that_other_ranks_have_under_another_name_too(tmp_path):
+    def be(rank):
+        mine = torch.full((3,), float(rank))
+        entries = {"own": PerRank({"t": mine if rank == 1 else mine + 5})}
+        if rank:
+            entries["x"] = {"v": mine}
+        checkpoints = Checkpointer(tmp_path)
+        checkpoints.save(1, **entries)
+        loaded = {"own": PerRank({"t": torch.zeros(3)})}
+        if rank:
+            loaded["x"] = {"v": torch.zeros(3)}
+        checkpoints.load(**loaded)
+        shared = loaded["x"]["v"][0].item() if rank else None
+        return loaded["own"].value["t"][0].item(), shared
+
+    assert run_ranks(3, be) == [(5.0, None), (1.0, 1.0), (7.0, 1.0)]

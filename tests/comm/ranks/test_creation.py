@@ -350,3 +350,37 @@ def test_a_member_on_another_host_learns_of_a_process_that_has_ended():
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(create, (0, 2))) == [(1, dead.pid)] * 2
+
+
+@pytest.mark.parametrize("order", ["world first", "others first"])
+def test_a_death_is_reported_to_all_groups_of_the_call_that_the_rank_is_in(order):
+    """Ranks 0 and 1 see that rank 4 has ended; 2 is in one group with it, 3 in both."""
+    shared, dead, here = HashStore(), dead_process(), myself()
+    elsewhere = replace(here, host_id="elsewhere")
+    processes = (here, here, elsewhere, elsewhere, dead)
+    members = [RendezvousMember(r, 5, p, "", own_build()) for r, p in enumerate(processes)]
+    world = GroupSpec(name="w", global_ranks=(0, 1, 2, 3, 4), backend="fake", timeout=LONG)
+    others = GroupSpec(name="o", global_ranks=(0, 3, 4), backend="fake", timeout=LONG)
+    specs = [world, others] if order == "world first" else [others, world]
+
+    def create(rank: int) -> int | None:
+        mine = [spec for spec in specs if rank in spec.global_ranks]
+        with pytest.raises(PeerLost) as caught:
+            create_groups(_world_of(members, shared), shared, rank, mine)
+        return caught.value.pid
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(create, range(4))) == [dead.pid] * 4
+
+
+def test_other_ranks_look_where_the_first_two_of_a_host_are_dead_or_late(monkeypatch):
+    monkeypatch.setattr(creation, "_SELDOM_LOOK_S", 0.05)
+    shared, dead, here = HashStore(), dead_process(), myself()
+    processes = [replace(here, pid=pid) for pid in (1, here.pid, here.pid)]
+    processes[0], processes[1] = dead, replace(here, start="late")
+    monkeypatch.setattr(creation, "alive", lambda process: process != dead)
+    members = [RendezvousMember(r, 3, p, "", own_build()) for r, p in enumerate(processes)]
+    spec = GroupSpec(name="g", global_ranks=(0, 1, 2), backend="fake", timeout=LONG)
+    with pytest.raises(PeerLost) as caught:
+        create_groups(_world_of(members, shared), shared, 2, [spec])
+    assert caught.value.peer == 0
