@@ -318,12 +318,13 @@ def test_a_planner_may_have_an_item_twice(tmp_path):
 def test_a_tensor_of_one_rank_that_other_ranks_have_under_another_name_too(tmp_path):
     def be(rank):
         mine = torch.full((3,), float(rank))
-        entries = {"own": PerRank({"t": mine if rank == 1 else mine + 5})}
+        own = PerRank({"t": mine if rank == 1 else mine + 5})
+        entries: dict[str, Any] = {"own": own}
         if rank:
             entries["x"] = {"v": mine}
         checkpoints = Checkpointer(tmp_path)
         checkpoints.save(1, **entries)
-        loaded = {"own": PerRank({"t": torch.zeros(3)})}
+        loaded: dict[str, Any] = {"own": PerRank({"t": torch.zeros(3)})}
         if rank:
             loaded["x"] = {"v": torch.zeros(3)}
         checkpoints.load(**loaded)
