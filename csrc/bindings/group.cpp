@@ -190,7 +190,7 @@ nb::tuple copies_of(Engine& e) {
     const auto threshold = [](uint64_t bytes) -> nb::object {
         return bytes == kNeverCopiedOnce ? nb::none() : nb::object(nb::int_(bytes));
     };
-    return nb::make_tuple(plan.permitted != 0, plan.measured != 0, plan.line_us,
+    return nb::make_tuple(plan.permitted != 0, plan.measured != 0, plan.learns != 0, plan.line_us,
                           threshold(plan.message_bytes), threshold(plan.shared_bytes),
                           threshold(plan.block_bytes));
 }

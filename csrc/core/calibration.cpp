@@ -176,6 +176,7 @@ bool measure_copies(CopyTrial& trial, int side, int peer_pid, std::byte* const s
 void choose_copies(CopyPlan& plan, int64_t asked, int num_ranks) {
     plan.message_bytes = plan.shared_bytes = plan.block_bytes = kNeverCopiedOnce;
     plan.within_cache = asked < 0;
+    plan.learns = asked == kMeasureCopies;
     if (!plan.permitted || asked == kNoSingleCopies) return;
     if (asked >= 0) {
         plan.message_bytes = plan.shared_bytes = plan.block_bytes = static_cast<uint64_t>(asked);

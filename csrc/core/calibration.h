@@ -43,12 +43,15 @@ struct CopyPlan {
     uint32_t measured = 0;
     float line_us = 0;  // a cache line's way from core to core
     CopyTimes staged_message, single_message, staged_exchange, single_exchange;
-    uint64_t message_bytes = kNeverCopiedOnce;  // messages from this length on are copied once
+    // From this length on messages are copied once, if that is not learnt, and what one rank of
+    // two broadcasts.
+    uint64_t message_bytes = kNeverCopiedOnce;
     // Blocks of collectives: one for all (broadcast, all_gather, gather), one for each (the
     // others).
     uint64_t shared_bytes = kNeverCopiedOnce, block_bytes = kNeverCopiedOnce;
     // 1: the thresholds were not asked for, and what exceeds the cache is staged (move.cpp).
     uint32_t within_cache = 0;
+    uint32_t learns = 0;  // 1: nor for messages, whose way is learnt instead (message_ways.h)
 };
 
 // Memory of the segment that two processes measure with.

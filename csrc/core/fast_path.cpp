@@ -27,12 +27,14 @@ constexpr size_t kMostAhead = 64 * 1024;
 
 }  // namespace
 
-// Send what fits into the ring as a whole. False: the slow path.
-bool Mailbox::send_at_once(Block data, DType dtype, int to, int tag) {
+// Send what fits into the ring as a whole. False: the slow path; `way` is set if it was asked for.
+bool Mailbox::send_at_once(Block data, DType dtype, int to, int tag,
+                           std::optional<MessageWay>& way) {
     const auto hold = locked();
     const auto at = static_cast<size_t>(to);
     if (stopping_ || to == group_.rank() || group_.broken() || !sends_[at].empty()) return false;
-    if (offers(data)) return false;
+    way = way_of(data, to);
+    if (way->once) return false;
     const size_t step = piece(data.bytes);
     if (data.bytes <= step) {
         if (!has_room(to, in_one(data.bytes))) return false;
@@ -40,7 +42,7 @@ bool Mailbox::send_at_once(Block data, DType dtype, int to, int tag) {
         return true;
     }
     if (!has_room(to, in_pieces(data.bytes))) return false;
-    write(to, {data.bytes, tag, dtype, Kind::pieces, 0}, nullptr, 0);
+    announce(to, {data.bytes, tag, dtype, Kind::pieces, 0}, way->trial);
     for (size_t done = 0; done < data.bytes; done += step) {
         write_piece(to, data.data + done, std::min(step, data.bytes - done));
     }

@@ -177,6 +177,7 @@ static_assert(offsetof(Frame, inlined) + kFrameBytes == kLine);
 struct Ring {
     alignas(128) std::atomic<uint64_t> frames_read;
     std::atomic<uint64_t> bytes_read;
+    alignas(128) Word once;  // bits of the kinds of messages to copy once, set by the receiver
     Offer offers[kOffers];
     alignas(kPage) Frame frames[1];  // the data lie behind them
 };

@@ -31,7 +31,8 @@ Mailbox::Mailbox(Group& group)
       arriving_(static_cast<size_t>(group.size())),
       ends_(static_cast<size_t>(group.size())) {}
 
-Mailbox::PostedPtr Mailbox::post(Op op, Block data, DType dtype, int peer, int tag) {
+Mailbox::PostedPtr Mailbox::post(Op op, Block data, DType dtype, int peer, int tag,
+                                 std::optional<MessageWay> way) {
     auto request = std::make_shared<Posted>();
     request->op = op;
     request->data = data;
@@ -44,11 +45,13 @@ Mailbox::PostedPtr Mailbox::post(Op op, Block data, DType dtype, int peer, int t
     } else if (group_.broken()) {
         settle(*request, group_.adopt_abort());
     } else if (op == Op::recv) {
+        if (data.bytes > kLeastLearnt) request->posted_ns = now_ns();
         post_receive(request);
     } else if (peer == group_.rank()) {
         deliver_to_self(request);
     } else {
-        if (offers(data)) request->posted_ns = now_ns();
+        request->way = way ? *way : way_of(data, peer);
+        if (request->way.once) request->posted_ns = now_ns();
         sends_[static_cast<size_t>(peer)].push_back(request);
     }
     progress();
@@ -82,11 +85,12 @@ std::unique_lock<std::mutex> Mailbox::locked() {
 Outcome Mailbox::send(Block data, DType dtype, int to, int tag) {
     Group::Visit visit(group_);
     if (!visit) return refused(Op::send);
-    if (send_at_once(data, dtype, to, tag)) return {};
+    std::optional<MessageWay> way;
+    if (send_at_once(data, dtype, to, tag, way)) return {};
     PostedPtr request;
     {
         const auto hold = locked();
-        request = post(Op::send, data, dtype, to, tag);
+        request = post(Op::send, data, dtype, to, tag, way);
     }
     return drive(request);
 }

@@ -17,10 +17,12 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "group.h"
+#include "message_ways.h"
 #include "request.h"
 
 namespace dure {
@@ -55,12 +57,14 @@ class Mailbox {
         DType dtype;
         int peer;
         int tag;
-        uint64_t number = 0;   // in the order of posting
-        size_t moved = 0;      // bytes of a send that are in the ring
-        int offer = -1;        // of a send: the place of its Offer
-        bool payload = false;  // its envelope has gone, as an offer; its data go through the ring
-        bool begun = false;    // some of the message is in the ring, or in `data`
-        int64_t posted_ns = 0, deadline_ns = 0;
+        uint64_t number = 0;    // in the order of posting
+        MessageWay way;         // of a send
+        size_t moved = 0;       // bytes of a send that are in the ring
+        int offer = -1;         // of a send: the place of its Offer
+        bool payload = false;   // its envelope has gone, as an offer; its data go through the ring
+        bool begun = false;     // some of the message is in the ring, or in `data`
+        int64_t posted_ns = 0;  // of an offer, and of a receive whose time may count
+        int64_t deadline_ns = 0;
     };
     using PostedPtr = std::shared_ptr<Posted>;
     // A message under way, or one that came before its receive was posted.
@@ -68,6 +72,7 @@ class Mailbox {
         Envelope envelope;
         int source;
         int offer = -1;  // its place, until its data go through the ring
+        Trial trial;
         size_t got = 0;
         size_t ahead = 0;             // of its bytes, those that come next in the ring
         PostedPtr request;            // who receives it; may come later
@@ -82,10 +87,12 @@ class Mailbox {
     };
     // What this rank remembers of the two rings that join it with a peer.
     struct Ends {
-        Stretch written;                          // how far we have written ours
-        Stretch taken;                            // how far the peer is known to have read it
-        std::atomic<uint64_t> frames_read{0};     // how far we have read its
-        uint64_t bytes_read = 0;                  // likewise
+        Stretch written;                       // how far we have written ours
+        Stretch taken;                         // how far the peer is known to have read it
+        std::atomic<uint64_t> frames_read{0};  // how far we have read its
+        uint64_t bytes_read = 0;               // likewise
+        SentWays sent_ways;
+        ReceivedWays received_ways;
         Stretch shown;                            // of that, what the peer has been told
         std::array<PostedPtr, kOffers> given;     // our sends by the place of their offer
         std::array<MessagePtr, kOffers> offered;  // its messages that are, or were, on offer
@@ -97,7 +104,7 @@ class Mailbox {
     std::unique_lock<std::mutex> locked();
 
     // fast_path.cpp
-    bool send_at_once(Block data, DType dtype, int to, int tag);
+    bool send_at_once(Block data, DType dtype, int to, int tag, std::optional<MessageWay>& way);
     bool receive_at_once(Block data, DType dtype, int from, int tag);
     Look look(Block data, DType dtype, int from, int tag, Block& lines);
     Block lines_ahead();
@@ -106,7 +113,8 @@ class Mailbox {
     // mailbox.cpp: requests
     Outcome drive(const PostedPtr& request);
     std::shared_ptr<Request> hand_over(const PostedPtr& request);
-    PostedPtr post(Op op, Block data, DType dtype, int peer, int tag);
+    PostedPtr post(Op op, Block data, DType dtype, int peer, int tag,
+                   std::optional<MessageWay> way = {});
     void background();
     bool rest(const PostedPtr& waiter, int64_t waited_ns);
     bool progress();
@@ -137,6 +145,7 @@ class Mailbox {
     static Stretch in_one(size_t bytes);
     Stretch in_pieces(size_t bytes) const;
     void write(int to, const Envelope& envelope, const std::byte* data, size_t n);
+    void announce(int to, const Envelope& envelope, Trial trial);
     void write_piece(int to, const std::byte* data, size_t n);
     const Frame* next_frame(int from) const;
     void read(int from, std::byte* data, size_t n, bool large = false);
@@ -149,7 +158,8 @@ class Mailbox {
     void notify(int rank);
     // rendezvous.cpp: offers
     bool must_wait(size_t bytes) const;
-    bool offers(Block data) const;
+    MessageWay way_of(Block data, int to);
+    void note_time(const Message& message);
     bool copy_piece(int source, const Offer& offer, size_t at, Block piece);
     bool offer(int to, const PostedPtr& request);
     bool take(Message& message);

@@ -73,6 +73,7 @@ void Mailbox::complete(Message& message) {
     const std::byte* data = message.sender ? message.sender->data.data : message.kept.data();
     const bool elsewhere = message.sender || !message.kept.empty();
     if (elsewhere && r.data.bytes) std::memcpy(r.data.data, data, r.data.bytes);
+    if (message.trial.number != Trial::kNone) note_time(message);
     r.set_source(message.source);
     finish(r, {});
     if (message.sender) finish(*message.sender, {});

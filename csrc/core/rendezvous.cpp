@@ -84,9 +84,26 @@ bool Mailbox::must_wait(size_t bytes) const {
     return eager == 0 || bytes > eager;
 }
 
-bool Mailbox::offers(Block data) const {
-    if (data.bytes >= group_.copies().message_bytes || must_wait(data.bytes)) return true;
-    return data.bytes >= kZeroCopyBytes && group_.find_in_heap(data.data, data.bytes) != 0;
+// How the next message to `to` goes.
+MessageWay Mailbox::way_of(Block data, int to) {
+    const CopyPlan& plan = group_.copies();
+    if (data.bytes < kZeroCopyBytes && data.bytes < plan.message_bytes && !must_wait(data.bytes))
+        return {};  // most messages
+    if (must_wait(data.bytes)) return {true, {}};
+    const bool in_heap = group_.find_in_heap(data.data, data.bytes) != 0;
+    if (!plan.learns) return {in_heap || data.bytes >= plan.message_bytes, {}};
+    if (data.bytes <= kLeastLearnt || !(in_heap || plan.permitted)) return {};
+    const Word& once = group_.ring(group_.rank(), to).once;
+    return ends(to).sent_ways.next(message_kind(data.bytes, in_heap), once.load());
+}
+
+// A message has come that tried a way.
+void Mailbox::note_time(const Message& message) {
+    const Trial& trial = message.trial;
+    const int64_t began_ns = std::max(trial.began_ns, message.request->posted_ns);
+    const size_t bytes = message.envelope.bytes;
+    group_.ring(message.source, group_.rank())
+        .once.store(ends(message.source).received_ways.note(trial, bytes, now_ns() - began_ns));
 }
 
 // ---- the sender ---------------------------------------------------------------------------------
@@ -105,7 +122,7 @@ bool Mailbox::offer(int to, const PostedPtr& request) {
         set_state(o, State::offered);
         const Envelope envelope{request->data.bytes, request->tag, request->dtype, Kind::offer,
                                 static_cast<uint16_t>(k)};
-        write(to, envelope, nullptr, 0);
+        announce(to, envelope, request->way.trial);
         request->offer = static_cast<int>(k);
         given[k] = request;
         given_++;

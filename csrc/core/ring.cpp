@@ -110,6 +110,13 @@ void Mailbox::write(int to, const Envelope& envelope, const std::byte* data, siz
     notify(to);
 }
 
+// Write a frame that announces a message, none of whose data come with it.
+void Mailbox::announce(int to, const Envelope& envelope, Trial trial) {
+    static_assert(sizeof trial <= kFrameBytes);
+    if (trial.number != Trial::kNone) trial.began_ns = now_ns();
+    write(to, envelope, reinterpret_cast<const std::byte*>(&trial), sizeof trial);
+}
+
 void Mailbox::write_piece(int to, const std::byte* data, size_t n) {
     write(to, {n, 0, DType::opaque, Kind::piece, 0}, data, n);
 }
@@ -171,7 +178,7 @@ bool Mailbox::push(int to) {
     while (!queue.empty()) {
         const PostedPtr& first = queue.front();
         Posted& r = *first;
-        if (!r.begun && !r.payload && offers(r.data)) {
+        if (!r.begun && !r.payload && r.way.once) {
             if (!offer(to, first)) break;
             queue.pop_front();
             moved = true;
@@ -181,7 +188,7 @@ bool Mailbox::push(int to) {
             if (!has_room(to, {1, 0})) break;
             const Kind kind = r.payload ? Kind::payload : Kind::pieces;
             const auto place = static_cast<uint16_t>(std::max(r.offer, 0));
-            write(to, {r.data.bytes, r.tag, r.dtype, kind, place}, nullptr, 0);
+            announce(to, {r.data.bytes, r.tag, r.dtype, kind, place}, r.way.trial);
             r.begun = moved = true;
             if (r.data.bytes != 0) continue;
         }
@@ -262,6 +269,7 @@ bool Mailbox::begin(int from, const Frame& frame) {
         current = std::move(ends(from).offered[envelope.offer]);
         following_--;
         current->offer = -1;
+        current->trial = {};
         offer_at(from, group_.rank(), envelope.offer).state.store(0, std::memory_order_release);
         consume(from, {1, 0});
         return true;
@@ -272,7 +280,9 @@ bool Mailbox::begin(int from, const Frame& frame) {
         message->envelope = envelope;
         message->source = from;
         if (envelope.kind == Kind::offer) message->offer = envelope.offer;
-        if (envelope.kind == Kind::whole) {
+        if (envelope.kind != Kind::whole) {
+            std::memcpy(&message->trial, frame.inlined, sizeof message->trial);
+        } else {
             if (envelope.bytes > kFrameBytes) {
                 message->ahead = envelope.bytes;
             } else {

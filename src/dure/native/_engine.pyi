@@ -208,10 +208,11 @@ class Group:
     @property
     def copies(
         self,
-    ) -> tuple[bool, bool, float, int | None, int | None, int | None]:
+    ) -> tuple[bool, bool, bool, float, int | None, int | None, int | None]:
         """How memory is copied between ranks, known after `ready`.
 
-        Single copies permitted; measured; us per cache line; bytes from which on messages,
+        Single copies permitted; measured; the way of messages is learnt from messages; us per
+        cache line; bytes from which on messages (if it is not learnt),
         blocks for all ranks, and blocks for each rank are copied once (None: never).
         """
     def set_eager_bytes(self, nbytes: int, /) -> None:

@@ -45,8 +45,12 @@ def test_ranks_that_mpi_did_not_start_are_told_so(tmp_path):
     program = write(
         tmp_path,
         """
+        import os
         import dure as dist
 
+        # Open MPI starts a daemon for each rank, which removes a folder that another one uses.
+        os.environ["OMPI_MCA_orte_tmpdir_base"] += "/" + os.environ["RANK"]
+        os.mkdir(os.environ["OMPI_MCA_orte_tmpdir_base"])
         try:
             dist.init_process_group("mpi")
         except dist.UsageError as error:

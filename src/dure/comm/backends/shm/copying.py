@@ -21,11 +21,13 @@ class CopyPlan(NamedTuple):
     """How the ranks of a group copy (the engine's `Group.copies`); equal on all of them.
 
     `line_us` is the time of a cache line from core to core, 0 if nothing was measured. The
-    thresholds are in bytes, None for never.
+    thresholds are in bytes, None for never. With `learns` that of messages does not count: their
+    ranks find the quicker way with the first messages of each length.
     """
 
     permitted: bool
     measured: bool
+    learns: bool
     line_us: float
     message_bytes: int | None
     shared_bytes: int | None
@@ -35,8 +37,9 @@ class CopyPlan(NamedTuple):
         line = f"a cache line takes {self.line_us:.2f} us" if self.measured else "not measured"
         if not self.permitted:
             return f"{line}; single copies are not permitted, or off: all copies are staged"
+        messages = "that are quicker so" if self.learns else _from(self.message_bytes)
         return (
-            f"{line}; copied once: messages {_from(self.message_bytes)}, one block for all ranks "
+            f"{line}; copied once: messages {messages}, one block for all ranks "
             f"{_from(self.shared_bytes)}, a block for each {_from(self.block_bytes)}"
         )
 
