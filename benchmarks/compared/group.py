@@ -42,8 +42,11 @@ _MPI_VARIABLES = {
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "NUMPY_MADVISE_HUGEPAGE": "0",
 }
-"""By default Open MPI refuses root and more ranks than cores, and binds each rank to one."""
+"""By default Open MPI refuses root and more ranks than cores, and binds each rank to one. From 4 MiB
+on numpy asks for huge pages, which the kernel copies faster, and torch does not: then its memory
+would be compared and not the libraries."""
 
 
 class GroupFailed(LaunchError):
