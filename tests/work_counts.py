@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,6 +61,38 @@ def num_calls(run: Callable[[], object]) -> int:
         sys.setprofile(before)
         gc.enable()
     return num
+
+
+def num_bytecodes(run: Callable[[], object]) -> int:
+    """Return how many instructions of Python `run` executes; a loop without calls counts, too."""
+    num = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal num
+        frame.f_trace_opcodes = True
+        num += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return num
+
+
+def kept_objects(run: Callable[[], object]) -> int:
+    """Return how many objects that the garbage collector visits `run` leaves behind."""
+    gc.collect()
+    before = len(gc.get_objects())
+    kept = run()
+    gc.collect()
+    left = len(gc.get_objects()) - before
+    del kept
+    return left
 
 
 def kept_bytes(run: Callable[[], object]) -> int:

@@ -10,6 +10,7 @@ from dure.schedules import (
     SCHEDULES,
     Action,
     Schedule,
+    Span,
     forward_only,
     gpipe,
     lower,
@@ -19,6 +20,7 @@ from dure.schedules import (
     validate,
 )
 from tests.schedules.brute_force import comes_to_its_end, ends
+from tests.work_counts import kept_objects, num_bytecodes
 
 
 @st.composite
@@ -91,3 +93,38 @@ def test_bubbles_and_activations_are_those_of_the_literature(p: int, rounds: int
     assert validate(make_schedule("1f1b", stages=4, microbatches=8, ranks=4)) == (4, 3, 2, 1)
     assert validate(forward_only((0, 1), 3)) == (1, 1)
     assert simulate(gpipe((0, 1), 3), activation_bytes=[2, 5]).peak_bytes == (6, 15)
+
+
+def test_work_per_action_is_the_same_for_256_ranks_as_for_16():
+    work: dict[int, float] = {}
+    for ranks in (16, 256):
+        grid = make_schedule("1f1b", stages=ranks, microbatches=4, ranks=ranks)
+        listed = lower(grid)
+        steps = (
+            lambda grid=grid: lower(grid),
+            lambda listed=listed: validate(listed),
+            lambda listed=listed: prove_no_deadlock(listed),
+            lambda listed=listed: simulate(listed),
+        )
+        # Each of 4 microbatches is computed twice per stage, and sent and received twice over the
+        # borders between stages.
+        work[ranks] = sum(map(num_bytecodes, steps)) / (8 * ranks + 16 * (ranks - 1))
+    assert work[256] < 1.1 * work[16]
+
+
+def test_a_simulation_keeps_no_object_per_action():
+    """Garbage collections visited the spans of large pipelines for half of the time."""
+    listed = lower(make_schedule("1f1b", stages=16, microbatches=64, ranks=16))
+    assert kept_objects(lambda: simulate(listed)) < 10 * 16  # of 5,888 actions
+
+
+def test_spans_are_read_like_a_tuple():
+    spans = simulate(make_schedule("1f1b", stages=2, microbatches=2, ranks=2)).spans[1]
+    expected = ("1F0", 1.0, 2.0), ("1B0", 2.0, 4.0), ("1F1", 4.0, 5.0), ("1B1", 5.0, 7.0)
+    made = [Span(Action.parse(text), start, end) for text, start, end in expected]
+    assert [*spans] == made
+    assert (len(spans), spans[-1]) == (4, made[3])
+    assert [*spans[1:3]] == made[1:3]
+    again = simulate(make_schedule("1f1b", stages=2, microbatches=2, ranks=2)).spans[1]
+    assert (spans == again, hash(spans)) == (True, hash(again))
+    assert spans != spans[:3]

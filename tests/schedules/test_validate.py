@@ -19,6 +19,7 @@ from tests.schedules.brute_force import read
         (read("0F0 0B0 1F0", "1B0"), 0, 2, "1F0"),
         (read("0F0 0B0", "1F0 1B0 1F1"), 1, 2, "1F1"),
         (read("0F0 0RECV_B0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0"), 1, None, "1SEND_B0"),
+        (read("0F0 0SEND_F0 0RECV_B0", "1RECV_F0 1F0"), 0, None, "0I0"),
         (read("0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"), 0, 0, "0SEND_F0"),
         (read("0F0 0SEND_F0 0B0 0RECV_B0", "1RECV_F0 1F0 1B0 1SEND_B0"), 0, 2, "0B0"),
         (read("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1SEND_F0 1B0 1SEND_B0"), 1, 2, "1SEND_F0"),

@@ -10,7 +10,7 @@ from dure.schedules.actions import Action, Kind, Schedule, loop_placement, v_pla
 from dure.schedules.catalog import SCHEDULES, Generator, find_generator, make_schedule
 from dure.schedules.csv_files import read_csv, write_csv
 from dure.schedules.drawing import draw_svg, draw_text
-from dure.schedules.execution import Span, prove_no_deadlock
+from dure.schedules.execution import Span, Spans, prove_no_deadlock
 from dure.schedules.fill_drain import forward_only, gpipe, looped_bfs
 from dure.schedules.lower import lower
 from dure.schedules.one_f_one_b import interleaved_1f1b, interleaved_zero_bubble, one_f_one_b
@@ -27,6 +27,7 @@ __all__ = [
     "Schedule",
     "Simulation",
     "Span",
+    "Spans",
     "draw_svg",
     "draw_text",
     "dualpipe_v",

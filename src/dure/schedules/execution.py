@@ -6,27 +6,39 @@ arrives `send_time` after it is sent: in a grid it is sent as soon as it is comp
 transfers when both SEND and RECV have been posted, which takes a rank the time that they are given.
 
 The work is linear in the number of actions: a rank is advanced until it waits, and again when what
-it waits for has a time.
+it waits for has a time. Pipelines of 128 stages have millions of actions, so what is noted for each
+of them is a number: Python's garbage collector would visit objects again and again.
+
+*Numbers.* What is waited for has a number: stage * microbatches + microbatch for the input of a
+forward, and as much again behind all of those for the gradient that a backward needs. Whatever
+waits for it, sends it or receives it is a fixed distance from it, one for each kind of action.
 
 *Deadlock.* With *unbuffered* (rendezvous) sends a transfer ends when both its ends have been
 reached, its SEND by one rank and its RECV by the other, and only then does a rank continue. Each
 SEND has one RECV, so nothing that a rank could do is taken away by what another does: if one order
-    of
-execution reaches the end, all do. So running the lists once is a proof. A list without deadlock
+of execution reaches the end, all do. So running the lists once is a proof. A list without deadlock
 here has none with transfers that are posted together, nor with buffered sends, nor with sends that
 no rank waits for: they only wait for less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from dure.errors import ScheduleError
 from dure.schedules.actions import Action, Kind, Schedule
 
-__all__ = ["Execution", "Span", "execute", "prove_no_deadlock"]
+__all__ = ["Execution", "Span", "Spans", "execute", "prove_no_deadlock"]
+
+# A computation's result is sent so.
+_SENT_BY = {
+    Kind.FORWARD: Kind.SEND_F,
+    Kind.FULL_BACKWARD: Kind.SEND_B,
+    Kind.BACKWARD_INPUT: Kind.SEND_B,
+}
 
 
 class Span(NamedTuple):
@@ -35,6 +47,63 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
+
+
+class Spans(Sequence[Span]):
+    """A rank's actions with their times, in order; each `Span` is made when it is read.
+
+    Args:
+        actions: The actions.
+        starts: When each of them starts.
+        ends: When each of them ends.
+
+    Example:
+        ```python
+        from dure.schedules import make_schedule, simulate
+
+        first = simulate(make_schedule("1f1b", stages=2, microbatches=4, ranks=2)).spans[0]
+        assert (str(first[1].action), first[1].start, first[1].end) == ("0F1", 1.0, 2.0)
+        ```
+    """
+
+    __slots__ = ("_actions", "_ends", "_starts")
+
+    def __init__(
+        self, actions: Sequence[Action], starts: Iterable[float], ends: Iterable[float]
+    ) -> None:
+        self._actions, self._starts, self._ends = actions, array("d", starts), array("d", ends)
+
+    def __len__(self) -> int:
+        return len(self._actions)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> Spans: ...
+    def __getitem__(self, index: int | slice) -> Span | Spans:
+        if isinstance(index, slice):
+            return Spans(self._actions[index], self._starts[index], self._ends[index])
+        return Span(self._actions[index], self._starts[index], self._ends[index])
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(Span, self._actions, self._starts, self._ends)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Spans):
+            return NotImplemented
+        mine, theirs = (self._starts, self._ends), (other._starts, other._ends)
+        return mine == theirs and [*self._actions] == [*other._actions]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr([*self])
+
+    @property
+    def busy_time(self) -> float:
+        """How long the rank is busy."""
+        return sum(end - start for start, end in zip(self._starts, self._ends, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +122,43 @@ class Execution:
 
     Args:
         spans: For each rank its actions with their times, in order.
-        order: (rank, action) of all computations, in order of their ends; a dependent action
-            comes after its dependency, also if both end at once.
+        computed: The rank of each computation, in the order in which they were run.
+        computed_ends: Their ends.
     """
 
-    spans: list[list[Span]]
-    order: list[tuple[int, Action]]
+    spans: list[Spans]
+    computed: Sequence[int]
+    computed_ends: Sequence[float]
+
+    def order(self) -> Iterator[int]:
+        """Give the rank of each computation, in order of their ends.
+
+        A dependent computation comes after its dependency, also if both end at once. Those of a
+        rank are in the order of its list.
+        """
+        by_end = sorted(range(len(self.computed)), key=self.computed_ends.__getitem__)  # stable
+        return map(self.computed.__getitem__, by_end)
 
 
 def execute(
     schedule: Schedule,
     time_of: Callable[[Action], float],
-    send_time: Callable[[Action], float],
-    *,
-    unbuffered: bool = False,
+    send_time: float | Callable[[Action], float],
 ) -> Execution:
     """Run a schedule whose lists are valid each.
 
     Args:
         schedule: A grid, or lists with transfers.
         time_of: The time that an action takes of its rank.
-        send_time: The time from a SEND to its arrival.
-        unbuffered: Ranks wait at both ends of a transfer, and for nothing else.
+        send_time: The time from a SEND to its arrival, or a function of the SEND.
 
     Raises:
         ScheduleError: Ranks wait for each other; names the cycle.
     """
-    run = _Run(schedule, time_of, send_time, unbuffered)
-    awake = list(range(len(schedule.ranks)))
-    while awake:
-        awake += run.advance(awake.pop())
-    waits = {rank: run.wait(rank) for rank in run.blocked.values()}
-    if waits:
-        _refuse(waits)
-    run.ended.sort(key=lambda entry: entry[0])  # stable: dependencies stay in order
-    return Execution(run.spans, [(rank, action) for _, rank, action in run.ended])
+    run = _WithTimes(schedule, time_of, send_time)
+    run.to_the_end()
+    spans = map(Spans, run.lists, run.starts, run.ends)
+    return Execution([*spans], run.computed, run.computed_ends)
 
 
 def prove_no_deadlock(schedule: Schedule) -> None:
@@ -99,75 +170,147 @@ def prove_no_deadlock(schedule: Schedule) -> None:
     Raises:
         ScheduleError: It does not; `cycle` has the ranks that wait for each other.
     """
-    execute(schedule, lambda _: 1.0, lambda _: 0.0, unbuffered=schedule.has_transfers)
+    buffered = not schedule.has_transfers
+    run = _WithTimes(schedule, lambda _: 1.0, 0.0) if buffered else _Unbuffered(schedule)
+    run.to_the_end()
 
 
 class _Run:
-    """The state of `execute`.
+    """What both ways to run a schedule share.
 
-    What is waited for has a number: stage * microbatches + microbatch for the input of a forward,
-    and as much again behind all of those for the gradient that a backward needs.
+    Attributes:
+        lists: For each rank its actions.
+        gradients: The number of the first gradient.
+        distances: For each kind of action the distance from stage * microbatches + microbatch to
+            the number of what it needs or transfers; W needs nothing of another stage.
+        blocked: For each number that is waited for, the rank that waits.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        m = schedule.microbatches
+        self.placement, self.m, self.stages = schedule.placement, m, schedule.stages
+        self.lists = [schedule.actions(rank) for rank in range(len(schedule.ranks))]
+        self.gradients = self.stages * m
+        self.distances = {
+            Kind.FORWARD: 0,
+            Kind.RECV_F: 0,
+            Kind.SEND_F: m,
+            Kind.FULL_BACKWARD: self.gradients,
+            Kind.BACKWARD_INPUT: self.gradients,
+            Kind.RECV_B: self.gradients,
+            Kind.SEND_B: self.gradients - m,
+        }
+        self.blocked: dict[int, int] = {}
+
+    def to_the_end(self) -> None:
+        """Run all ranks.
+
+        Raises:
+            ScheduleError: Ranks wait for each other; names the cycle.
+        """
+        awake = list(range(len(self.lists)))
+        while awake:
+            awake += self.advance(awake.pop())
+        waits = {rank: self.wait(rank) for rank in self.blocked.values()}
+        if waits:
+            _refuse(waits)
+
+    def advance(self, rank: int) -> list[int]:
+        """Run a rank until it waits or ends; return the ranks that no longer wait."""
+        raise NotImplementedError
+
+    def wait(self, rank: int) -> _Wait:
+        """Return what a blocked rank waits for."""
+        raise NotImplementedError
+
+
+class _Unbuffered(_Run):
+    """Ranks wait at both ends of a transfer, and for nothing else."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule)
+        self.at = [0] * len(self.lists)
+
+    def advance(self, rank: int) -> list[int]:
+        woken: list[int] = []
+        actions, distances, blocked, m = self.lists[rank], self.distances, self.blocked, self.m
+        for index in range(self.at[rank], len(actions)):
+            stage, kind, microbatch, _ = actions[index]
+            if not kind.is_transfer:
+                continue
+            number = distances[kind] + stage * m + (microbatch or 0)
+            other = blocked.pop(number, None)
+            if other is None:
+                self.at[rank], blocked[number] = index, rank
+                return woken
+            self.at[other] += 1
+            woken.append(other)
+        self.at[rank] = len(actions)
+        return woken
+
+    def wait(self, rank: int) -> _Wait:
+        action = self.lists[rank][self.at[rank]]
+        awaited = action.other_end
+        return _Wait(self.at[rank], action, awaited, self.placement[awaited.stage])
+
+
+class _WithTimes(_Run):
+    """Ranks wait for data.
+
+    Attributes:
+        arrived: For each number when it arrived; None if it has not.
+        posted: Transfers of which one end has been reached, and when.
+        starts: For each rank when its actions start, as far as it is known.
+        ends: The same of their ends.
+        computed: The rank of each computation, in the order in which they were run.
+        computed_ends: Their ends.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         time_of: Callable[[Action], float],
-        send_time: Callable[[Action], float],
-        unbuffered: bool,
+        send_time: float | Callable[[Action], float],
     ) -> None:
-        ranks, m = len(schedule.ranks), schedule.microbatches
-        self.placement, self.m, self.stages = schedule.placement, m, schedule.stages
+        super().__init__(schedule)
         self.time_of, self.send_time = time_of, send_time
-        self.lists = [schedule.actions(rank) for rank in range(ranks)]
-        self.transfers, self.unbuffered = schedule.has_transfers, unbuffered
-        self.backward = self.stages * m  # number of the first gradient
-        self.arrived: list[float | None] = [None] * (2 * self.backward)
-        self.arrived[:m] = [0.0] * m
-        self.arrived[-m:] = [0.0] * m  # the last stage's backward starts from the loss
-        self.posted: dict[int, float] = {}  # transfers of which one end has been reached
-        self.blocked: dict[int, int] = {}  # number -> the rank that waits for it
-        self.at = [0] * ranks
-        self.clock = [0.0] * ranks
-        self.spans: list[list[Span]] = [[] for _ in range(ranks)]
-        self.ended: list[tuple[float, int, Action]] = []
+        self.transfers = schedule.has_transfers
+        self.arrived: list[float | None] = [None] * (2 * self.gradients)
+        self.arrived[: self.m] = [0.0] * self.m
+        self.arrived[-self.m :] = [0.0] * self.m  # the last stage's backward starts from the loss
+        self.posted: dict[int, float] = {}
+        self.starts = [array("d") for _ in self.lists]
+        self.ends = [array("d") for _ in self.lists]
+        self.computed, self.computed_ends = array("l"), array("d")
 
     def advance(self, rank: int) -> list[int]:
-        """Run a rank until it waits or ends; return the ranks that no longer wait."""
         woken: list[int] = []
-        actions, spans, clock = self.lists[rank], self.spans[rank], self.clock[rank]
-        index = self.at[rank]
-        while index < len(actions):
+        actions, starts, ends = self.lists[rank], self.starts[rank], self.ends[rank]
+        time_of = self.time_of
+        clock = ends[-1] if ends else 0.0
+        for index in range(len(ends), len(actions)):
             action = actions[index]
-            start = self._start(rank, action, clock)
+            kind = action[1]
+            start = self._start(rank, action, clock) if kind.is_compute else clock
             if start is None:
                 break
-            clock = start + self.time_of(action)
-            index += 1
-            if action.kind.is_transfer:
-                woken += self._post(action, clock)
-            if self.unbuffered:
-                continue
-            if action.kind.is_compute:
-                self.ended.append((clock, rank, action))
-                woken += self._hand_over(action, clock)
-            spans.append(Span(action, start, clock))
-        self.at[rank], self.clock[rank] = index, clock
+            clock = start + time_of(action)
+            starts.append(start)
+            ends.append(clock)
+            if kind.is_compute:
+                self.computed.append(rank)
+                self.computed_ends.append(clock)
+                self._hand_over(action, clock, woken)
+            elif kind.is_transfer:
+                self._post(action, clock, woken)
         return woken
 
     def _start(self, rank: int, action: Action, clock: float) -> float | None:
-        """Return when an action can start; None if that is not known yet."""
-        if self.unbuffered:
-            if action.kind.is_transfer:
-                number = self._number_of(action)
-                if self.arrived[number] is None and number not in self.posted:
-                    self.posted[number], self.blocked[number] = clock, rank
-                    return None
-            return clock
-        for part in action.parts if action.kind.is_compute else ():
-            if part.kind is Kind.BACKWARD_WEIGHT:
+        """Return when a computation can start; None if that is not known yet."""
+        for stage, kind, microbatch, _ in action.sub_actions or (action,):
+            if kind is Kind.BACKWARD_WEIGHT:
                 continue
-            number = self._number(part.stage, part.kind is Kind.FORWARD, part.microbatch)
+            number = self.distances[kind] + stage * self.m + (microbatch or 0)
             arrived = self.arrived[number]
             if arrived is None:
                 self.blocked[number] = rank
@@ -175,65 +318,52 @@ class _Run:
             clock = max(clock, arrived)
         return clock
 
-    def _number(self, stage: int, forward: bool, microbatch: int | None) -> int:
-        """Return the number of what a stage's forward, or backward, waits for."""
-        return stage * self.m + (microbatch or 0) + (0 if forward else self.backward)
-
-    def _number_of(self, transfer: Action) -> int:
-        stage, kind, microbatch, _ = transfer
-        forward = kind is Kind.SEND_F or kind is Kind.RECV_F
-        if kind.is_send:
-            stage += 1 if forward else -1
-        return self._number(stage, forward, microbatch)
-
-    def _hand_over(self, action: Action, end: float) -> Iterator[int]:
+    def _hand_over(self, action: Action, end: float, woken: list[int]) -> None:
         """Make an action's results known to their stage, if it need not be received."""
-        for stage, kind, microbatch, _ in action.parts:
-            forward = kind is Kind.FORWARD
-            to = stage + 1 if forward else stage - 1
+        for stage, kind, microbatch, _ in action.sub_actions or (action,):
+            to = stage + 1 if kind is Kind.FORWARD else stage - 1
             if kind is Kind.BACKWARD_WEIGHT or not 0 <= to < self.stages:
                 continue
             away = self.placement[to] != self.placement[stage]
             if away and self.transfers:
                 continue
-            send = Action(stage, Kind.SEND_F if forward else Kind.SEND_B, microbatch)
-            time = self.send_time(send) if away else 0.0
-            yield from self._arrive(self._number(to, forward, microbatch), end + time)
+            sent_by = _SENT_BY[kind]
+            number = self.distances[sent_by] + stage * self.m + (microbatch or 0)
+            time = self._send_time(Action(stage, sent_by, microbatch)) if away else 0.0
+            self._arrive(number, end + time, woken)
 
-    def _post(self, action: Action, clock: float) -> Iterator[int]:
+    def _post(self, action: Action, clock: float, woken: list[int]) -> None:
         """Reach one end of a transfer; at the second, it takes place."""
-        number = self._number_of(action)
-        if self.arrived[number] is not None:
-            return
+        stage, kind, microbatch, _ = action
+        number = self.distances[kind] + stage * self.m + (microbatch or 0)
         other = self.posted.pop(number, None)
         if other is None:
             self.posted[number] = clock
         else:
-            send = action if action.kind.is_send else action.other_end
-            yield from self._arrive(number, max(other, clock) + self.send_time(send))
+            time = self._send_time(action if kind.is_send else action.other_end)
+            self._arrive(number, max(other, clock) + time, woken)
 
-    def _arrive(self, number: int, time: float) -> Iterator[int]:
+    def _send_time(self, send: Action) -> float:
+        return self.send_time(send) if callable(self.send_time) else self.send_time
+
+    def _arrive(self, number: int, time: float, woken: list[int]) -> None:
         self.arrived[number] = time
         rank = self.blocked.pop(number, None)
         if rank is not None:
-            yield rank
+            woken.append(rank)
 
     def wait(self, rank: int) -> _Wait:
-        """Return what a blocked rank waits for."""
-        action = self.lists[rank][self.at[rank]]
-        if action.kind.is_transfer:
-            awaited = action.other_end
+        at = len(self.ends[rank])
+        number = next(n for n, waiting in self.blocked.items() if waiting == rank)
+        forward = number < self.gradients
+        stage, microbatch = divmod(number % self.gradients, self.m)
+        producer = stage - 1 if forward else stage + 1
+        if self.transfers and self.placement[producer] != rank:
+            kind = Kind.SEND_F if forward else Kind.SEND_B
         else:
-            number = next(n for n, waiting in self.blocked.items() if waiting == rank)
-            forward = number < self.backward
-            stage, microbatch = divmod(number % self.backward, self.m)
-            producer = stage - 1 if forward else stage + 1
-            if self.transfers and self.placement[producer] != rank:
-                kind = Kind.SEND_F if forward else Kind.SEND_B
-            else:
-                kind = Kind.FORWARD if forward else Kind.FULL_BACKWARD
-            awaited = Action(producer, kind, microbatch)
-        return _Wait(self.at[rank], action, awaited, self.placement[awaited.stage])
+            kind = Kind.FORWARD if forward else Kind.FULL_BACKWARD
+        awaited = Action(producer, kind, microbatch)
+        return _Wait(at, self.lists[rank][at], awaited, self.placement[producer])
 
 
 def _refuse(waits: dict[int, _Wait]) -> None:

@@ -55,9 +55,13 @@ def lower(
             fix="Execute it as it is, or drop its SEND and RECV.",
         )
     validate(schedule)
-    run = execute(schedule, cost_function(DEFAULT_TIMES), lambda _: _SEND_TIME)
+    run = execute(schedule, cost_function(DEFAULT_TIMES), _SEND_TIME)
     lists: list[list[Action]] = [[] for _ in schedule.ranks]
-    for rank, action in run.order:
+    computations = [
+        (a for a in schedule.actions(r) if a.kind.is_compute) for r in range(len(lists))
+    ]
+    for rank in run.order():
+        action = next(computations[rank])
         lists[rank].append(action)
         for part in action.parts:
             send = _send_of(part, schedule.placement)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dure.errors import UsageError
 from dure.schedules.actions import Action, Kind, Schedule
-from dure.schedules.execution import Span, execute
+from dure.schedules.execution import Spans, execute
 from dure.schedules.validate import peak_held, validate
 
 __all__ = ["DEFAULT_TIMES", "Simulation", "Times", "cost_function", "simulate"]
@@ -72,7 +72,7 @@ class Simulation:
     """
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[Spans, ...]
     step_time: float
     peak_activations: tuple[int, ...]
     peak_bytes: tuple[float, ...]
@@ -80,7 +80,7 @@ class Simulation:
     @property
     def bubbles(self) -> tuple[float, ...]:
         """For each rank the share of the step in which it idles, 0 to 1."""
-        busy = (sum(span.end - span.start for span in spans) for spans in self.spans)
+        busy = (spans.busy_time for spans in self.spans)
         return tuple(1 - each / self.step_time if self.step_time else 0.0 for each in busy)
 
     @property
@@ -122,12 +122,11 @@ def simulate(
         ```
     """
     peaks = validate(schedule)
-    sending = send_time if callable(send_time) else lambda _: send_time
-    spans = execute(schedule, cost_function(times), sending).spans
+    spans = execute(schedule, cost_function(times), send_time).spans
     step_time = max((rank[-1].end for rank in spans if rank), default=0.0)
     return Simulation(
         schedule,
-        tuple(map(tuple, spans)),
+        tuple(spans),
         step_time,
         peaks,
         tuple(peak_held(schedule.actions(rank), activation_bytes) for rank in range(len(spans))),

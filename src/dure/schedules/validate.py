@@ -5,15 +5,18 @@ backward, and I before W; the inputs from a stage on the same rank have been com
 transfers, the inputs from another rank have been received and each sent tensor has been computed;
 no action is missing or occurs twice; a stage computes while it is unsharded.
 Checks of each pair of ranks: the receives are in the order of the sends. Whether ranks wait for
-    each
-other is another question: see `prove_no_deadlock`.
+each other is another question: see `prove_no_deadlock`.
+
+Pipelines of 128 stages have millions of actions, so what each action needs is looked up in a table
+of its stage and kind (`_Rule`), and what is noted for it is a bit.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, NoReturn
 
 from dure.errors import ScheduleError
 from dure.schedules.actions import Action, Kind, Schedule
@@ -39,6 +42,8 @@ _BEFORE = {
     Kind.SEND_F: Kind.FORWARD,
     Kind.SEND_B: Kind.BACKWARD_INPUT,
 }
+# What frees a microbatch's activations, of a stage.
+_RELEASES = frozenset([Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT])
 _STEP = {Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1, Kind.RECV_F: -1}
 
 
@@ -95,16 +100,40 @@ def validate(schedule: Schedule) -> tuple[int, ...]:
 def peak_held(actions: Sequence[Action], size: float | Sequence[float]) -> float:
     """Return the most that a rank holds for backward, if a microbatch of a stage takes `size`."""
     held = peak = 0.0
-    parts = [part for action in actions for part in action.parts]
-    trains = any(part.kind in "BW" for part in parts)
-    for part in parts:
-        each = size if isinstance(size, int | float) else size[part.stage]
-        if part.kind is Kind.FORWARD:
+    trains = any(kind in _RELEASES for _, kind, _ in _parts(actions))
+    for stage, kind, _ in _parts(actions):
+        if kind is Kind.FORWARD:
+            each = size if isinstance(size, int | float) else size[stage]
             peak = max(peak, held + each)
             held += each if trains else 0
-        elif part.kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
-            held -= each
+        elif kind in _RELEASES:
+            held -= size if isinstance(size, int | float) else size[stage]
     return peak
+
+
+def _parts(actions: Iterable[Action]) -> Iterator[tuple[int, Kind, int | None]]:
+    """Give stage, kind and microbatch of the parts of all actions."""
+    for stage, kind, microbatch, parts in actions:
+        if parts is None:
+            yield stage, kind, microbatch
+        else:
+            yield from (part[:3] for part in parts)
+
+
+class _Rule(NamedTuple):
+    """What an action of one kind and stage needs, for its microbatch, and what it adds: bits.
+
+    Args:
+        adds: The bits that it sets.
+        own: The bits that its stage must have.
+        other: The bits that a neighboring stage on the same rank must have.
+        distance: The place of the neighbor's bits, counted from its own.
+    """
+
+    adds: int
+    own: int
+    other: int
+    distance: int
 
 
 class _Check:
@@ -114,8 +143,14 @@ class _Check:
         self.schedule, self.m = schedule, schedule.microbatches
         self.transfers = schedule.has_transfers
         self.done = bytearray(schedule.stages * self.m)
-        kinds = {part.kind for rank in schedule.ranks for a in rank if a for part in a.parts}
-        self.trains = bool(kinds & {Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+        backwards = {*_RELEASES, Kind.BACKWARD_INPUT, Kind.SEND_B, Kind.RECV_B}
+        lists = ((a for a in rank if a is not None) for rank in schedule.ranks)
+        self.trains = any(kind in backwards for rank in lists for _, kind, _ in _parts(rank))
+        self.rules: list[dict[tuple[int, Kind], _Rule]] = [{} for _ in schedule.ranks]
+        for stage, rank in enumerate(schedule.placement):
+            for kind in Kind:
+                if (rule := self._rule(stage, kind)) is not None:
+                    self.rules[rank][stage, kind] = rule
         self.weights = [0] * schedule.stages  # microbatches whose weights' gradients are computed
         self.gathered: set[int] = set()  # stages that are unsharded
         self.reduced: set[int] = set()
@@ -123,17 +158,26 @@ class _Check:
     def rank(self, rank: int) -> None:
         """Check a rank's list by itself."""
         actions = self.schedule.actions(rank)
+        done, m, rules = self.done, self.m, self.rules[rank]
         sharded = {a.stage for a in actions if a.kind is Kind.UNSHARD}
         for index, action in enumerate(actions):
             try:
-                for part in action.parts:
-                    self._on_rank(rank, part)
-                    if part.kind.of_stage:
-                        self._whole_stage(part)
+                for part in action.sub_actions or (action,):
+                    stage, kind, microbatch, _ = part
+                    rule = rules.get((stage, kind))
+                    if rule is None or microbatch is None or not 0 <= microbatch < m:
+                        self._without_rule(rank, part)
                         continue
-                    if part.kind.is_compute and part.stage in sharded - self.gathered:
-                        _refuse_early(part, Action(part.stage, Kind.UNSHARD))
-                    self._once(part)
+                    if sharded and kind.is_compute and stage in sharded - self.gathered:
+                        _refuse_early(part, Action(stage, Kind.UNSHARD))
+                    adds, own, other, distance = rule
+                    at = stage * m + microbatch
+                    had = done[at]
+                    if had & adds or had & own != own or done[at + distance] & other != other:
+                        self._refuse(part)
+                    done[at] = had | adds
+                    if kind in _RELEASES:
+                        self.weights[stage] += 1
             except ScheduleError as error:
                 raise ScheduleError(
                     error.what,
@@ -143,6 +187,27 @@ class _Check:
                     seen=error.seen,
                     fix=error.fix,
                 ) from None
+
+    def _rule(self, stage: int, kind: Kind) -> _Rule | None:
+        """Return the rule of a stage's actions of a kind; None if there are none."""
+        placement = self.schedule.placement
+        if kind not in _DONE or (kind.is_transfer and not _goes_away(stage, kind, placement)):
+            return None
+        own = other = distance = 0
+        for needed in needed_before(Action(stage, kind, 0), placement, self.transfers):
+            if needed.stage == stage:
+                own |= _DONE[needed.kind]
+            else:
+                other, distance = _DONE[needed.kind], (needed.stage - stage) * self.m
+        return _Rule(_DONE[kind], own, other, distance)
+
+    def _without_rule(self, rank: int, action: Action) -> None:
+        """Check and note an action of a complete stage; refuse any other."""
+        self._on_rank(rank, action)
+        if action.kind.of_stage:
+            self._whole_stage(action)
+        else:
+            self._refuse(action)
 
     def _on_rank(self, rank: int, action: Action) -> None:
         stages, microbatch = self.schedule.stages, action.microbatch
@@ -163,12 +228,11 @@ class _Check:
                 fix=f"Move it to rank {where}'s list, or place the stage on rank {rank}.",
             )
 
-    def _once(self, action: Action) -> None:
-        """Note that an action is done, if it can be now."""
+    def _refuse(self, action: Action) -> NoReturn:
+        """Raise for an action that cannot be done now: name the reason."""
         stage, kind, microbatch, _ = action
         placement = self.schedule.placement
-        at = stage * self.m + (microbatch or 0)
-        if self.done[at] & _DONE[kind]:
+        if self.done[stage * self.m + (microbatch or 0)] & _DONE[kind]:
             raise ScheduleError(
                 "an action occurs twice",
                 seen=f"{action}, or a part of it, occurs earlier",
@@ -177,15 +241,11 @@ class _Check:
         for needed in needed_before(action, placement, self.transfers):
             if not self.done[needed.stage * self.m + (microbatch or 0)] & _DONE[needed.kind]:
                 _refuse_early(action, needed)
-        if kind.is_transfer and not _goes_away(stage, kind, placement):
-            raise ScheduleError(
-                "a transfer has no other rank to go to, or to come from",
-                seen=f"{action} with {len(placement)} stages, placed on ranks {placement}",
-                fix="Drop it: stages on one rank hand over by themselves.",
-            )
-        self.done[at] |= _DONE[kind]
-        if kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT):
-            self.weights[stage] += 1
+        raise ScheduleError(
+            "a transfer has no other rank to go to, or to come from",
+            seen=f"{action} with {len(placement)} stages, placed on ranks {placement}",
+            fix="Drop it: stages on one rank hand over by themselves.",
+        )
 
     def _whole_stage(self, action: Action) -> None:
         """Check and note an action that has no microbatch."""
@@ -238,7 +298,7 @@ class _Check:
             )
 
 
-def _refuse_early(action: Action, needed: Action) -> None:
+def _refuse_early(action: Action, needed: Action) -> NoReturn:
     raise ScheduleError(
         "an action comes before one that it needs",
         seen=f"{action} needs {needed}",
@@ -253,25 +313,51 @@ def _goes_away(stage: int, kind: Kind, placement: tuple[int, ...]) -> bool:
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    """Check that the receives of a rank from another are in the order of the sends."""
-    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    """Check that the receives of a rank from another are in the order of the sends.
+
+    Both ends of a transfer have the same number: (stage * microbatches + microbatch) * 2 of the
+    receiver, and 1 more for a gradient.
+    """
+    placement, m = schedule.placement, schedule.microbatches
+    sent: dict[tuple[int, int], array[int]] = defaultdict(lambda: array("q"))
+    received: dict[tuple[int, int], array[int]] = defaultdict(lambda: array("q"))
     for rank in range(len(schedule.ranks)):
-        for index, action in enumerate(schedule.actions(rank)):
-            if action.kind.is_send:
-                end = action.other_end
-                sent[rank, schedule.placement[end.stage]].append(end)
-            elif action.kind.is_recv:
-                source = schedule.placement[action.other_end.stage]
-                received[source, rank].append((index, action))
+        for stage, kind, microbatch, _ in schedule.actions(rank):
+            step = _STEP.get(kind)
+            if step is None:
+                continue
+            number = (microbatch or 0) * 2 + (kind is Kind.SEND_B or kind is Kind.RECV_B)
+            if kind.is_send:
+                sent[rank, placement[stage + step]].append(number + (stage + step) * m * 2)
+            else:
+                received[placement[stage + step], rank].append(number + stage * m * 2)
     for (source, rank), expected in sent.items():
-        for wanted, (index, action) in zip_longest(expected, received[source, rank]):
-            if wanted != action:
-                raise ScheduleError(
-                    "a rank receives in another order than is sent",
-                    rank=rank,
-                    index=index,
-                    action=str(action),
-                    seen=f"rank {source} sends {wanted.other_end} at this point",
-                    fix=f"Put {wanted} here.",
-                )
+        found = received[source, rank]
+        if found != expected:
+            place = next(
+                i for i, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]
+            )
+            at, is_gradient = divmod(expected[place], 2)
+            stage, microbatch = divmod(at, m)
+            wanted = Action(stage, Kind.RECV_B if is_gradient else Kind.RECV_F, microbatch)
+            _refuse_order(schedule, source, rank, place, wanted)
+
+
+def _refuse_order(
+    schedule: Schedule, source: int, rank: int, place: int, wanted: Action
+) -> NoReturn:
+    """Raise for the receive of `rank` from `source` at a place among these: another is wanted."""
+    receives = [
+        (index, action)
+        for index, action in enumerate(schedule.actions(rank))
+        if action.kind.is_recv and schedule.placement[action.other_end.stage] == source
+    ]
+    index, action = receives[place]
+    raise ScheduleError(
+        "a rank receives in another order than is sent",
+        rank=rank,
+        index=index,
+        action=str(action),
+        seen=f"rank {source} sends {wanted.other_end} at this point",
+        fix=f"Put {wanted} here.",
+    )

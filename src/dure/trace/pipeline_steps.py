@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
 
-from dure.schedules import Action, Kind, Schedule, Simulation, Span, simulate, validate
+from dure.schedules import Action, Kind, Schedule, Simulation, Span, Spans, simulate, validate
 from dure.trace.merging import Flight
 
 __all__ = ["MeasuredStep", "measured_step"]
@@ -73,10 +73,14 @@ def _measured(lists: list[list[Span]]) -> Simulation:
     """Return the measured step as a `Simulation`, with times from the first start."""
     first = min(span.start for spans in lists for span in spans)
     shifted = tuple(
-        tuple(Span(span.action, span.start - first, span.end - first) for span in spans)
+        Spans(
+            [span.action for span in spans],
+            [span.start - first for span in spans],
+            [span.end - first for span in spans],
+        )
         for spans in lists
     )
-    schedule = Schedule.of_lists([[span.action for span in spans] for spans in shifted], "measured")
+    schedule = Schedule.of_lists([[span.action for span in spans] for spans in lists], "measured")
     peaks = validate(schedule)
     return Simulation(
         schedule=schedule,
