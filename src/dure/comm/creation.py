@@ -3,18 +3,20 @@
 A group has a name, a key space in the store (a prefix made of the name), and one backend for each
 kind of device. Any number of groups is made in one exchange:
 
-1. each rank writes an entry for each group that it is a member of: its arguments, its line of the
-   program, and the offers of its backends (backends/registry.py): one visit to the store;
-2. it counts itself in each group (store/gathering.py): one visit each. The last member of a group
-   compares the entries and publishes the offers; if the entries differ, all of them;
+1. each rank counts itself in each group that it is a member of (store/gathering.py): one visit to
+   the store each;
+2. it writes an entry for each of them: its arguments, its line of the program, and the offers of
+   its backends (backends/registry.py): one visit. The last member of a group compares the entries
+   and publishes the offers; if the entries differ, all of them;
 3. it waits until that is published for all of these groups, and reads it: two visits;
 4. members with different arguments all raise the same `Desync`, with the entries of all;
 5. the backends of all groups are connected, and then completed, in the order given.
 
 Each group is published as soon as all its members have called. Of the ranks that wait for a member
 the first two of each host check regularly whether the processes of that host still live, and report
-one that has ended to all. The keys of a group are removed when all its members have left it
-(`forget_keys`).
+one that has ended to all. A rank that fails reports this to all its groups that are not published
+yet, so that no member waits for it. The keys of a group are removed when all its members have left
+it (`forget_keys`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -45,6 +47,7 @@ from dure.errors import (
     Desync,
     DureError,
     PeerLost,
+    RendezvousError,
     RendezvousTimeout,
     StoreError,
     StoreTimeout,
@@ -52,7 +55,7 @@ from dure.errors import (
 )
 from dure.store.base import Store
 from dure.store.builds import Build, own_build, require_one_build
-from dure.store.gathering import Gathering, wait_for_summaries
+from dure.store.gathering import Gathering, Verdict, wait_for_verdicts
 from dure.store.identity import Identity, alive, myself
 from dure.store.members import MemberTable
 from dure.store.prefix import PrefixStore
@@ -108,7 +111,7 @@ def create_groups(
     try:
         for creation in creations:
             creation.open()
-        _exchange(store, creations)
+        _exchange(creations)
         for spec in specs:
             if spec.local:
                 made = world.created_locally.get(spec.global_ranks, 0)
@@ -120,9 +123,8 @@ def create_groups(
         groups = [creation.complete() for creation in creations]
         for group, spec in zip(groups, specs, strict=True):
             report_group(group, spec, members or ())
-    except BaseException:
-        for creation in creations:
-            creation.withdraw()
+    except BaseException as error:
+        _withdraw(creations, error)
         raise
     with world.lock:
         world.groups.update((group.group_name, group) for group in groups)
@@ -151,12 +153,10 @@ class _GroupSummary(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         offers: By backend and rank, without those that are empty. Of members that agree.
         entries: Of all members that do not agree.
-        lost: The member whose process has ended; -1 if there is none.
     """
 
     offers: dict[str, dict[int, bytes]] = {}
     entries: list[_MemberEntry] = []
-    lost: int = -1
 
 
 _pack = msgspec.msgpack.encode
@@ -201,7 +201,15 @@ class _GroupCreation:
         self._entries: list[_MemberEntry] = []
         self._look_s = 0.0
         size = len(spec.global_ranks)
-        self.gathering = Gathering(store, f"group/{spec.name}", self.rank, size, _summarize)
+        self.gathering = Gathering(
+            store,
+            f"group/{spec.name}",
+            self.rank,
+            size,
+            _summarize,
+            once=members is not None and not spec.local,
+            group=spec.name,
+        )
 
     @property
     def description(self) -> str:
@@ -262,21 +270,56 @@ class _GroupCreation:
             self._look_s = _SELDOM_LOOK_S
         return self._look_s
 
-    def report_lost(self, global_rank: int) -> None:
-        """Let all members know that the process of one has ended, if it is a member."""
-        if global_rank in self.spec.global_ranks:
-            lost = self.spec.global_ranks.index(global_rank)
-            with suppress(StoreError):
-                self.gathering.publish(_pack(_GroupSummary(lost=lost)))
+    def give_up(self, error: BaseException, lost: int | None) -> None:
+        """Report to the other members that this rank has failed, unless all have come.
+
+        Args:
+            error: Why.
+            lost: The global rank of the process that has ended, if that is why.
+        """
+        if self.alone:
+            return
+        if lost in self.spec.global_ranks:
+            self.gathering.fail(Verdict(lost=self.spec.global_ranks.index(lost)))
+        else:
+            self.gathering.give_up(error)
+
+    def error(self, limit: timedelta) -> DureError:
+        """Return the error for a gathering that has failed."""
+        verdict, global_ranks = self.gathering.verdict, self.spec.global_ranks
+        assert verdict is not None
+        if verdict.lost >= 0:
+            return self.watched.ended(verdict.lost)
+        where: dict[str, Any] = {
+            "group": self.spec.name,
+            "rank": self.rank,
+            "world_size": len(global_ranks),
+        }
+        if verdict.failed >= 0:
+            return RendezvousError(
+                f"rank {verdict.failed} failed while the group was made",
+                peer=verdict.failed,
+                seen=f"global rank {global_ranks[verdict.failed]}: {verdict.why}",
+                fix="Look at that rank's own error.",
+                **where,
+            )
+        late = "; this rank came when the others had given up" * (self.rank in verdict.missing)
+        return RendezvousTimeout(
+            "not all members called to create the group",
+            elapsed_s=limit.total_seconds(),
+            came=tuple(sorted(set(range(len(global_ranks))).difference(verdict.missing))),
+            missing=verdict.missing,
+            seen=f"missing are global ranks {[global_ranks[r] for r in verdict.missing]}{late}",
+            fix="All ranks must create the same groups in the same order.",
+            **where,
+        )
 
     def check(self) -> None:
         """Read what was published; if members differ, all of them find the same difference."""
         if self.alone:
             return
-        assert self.gathering.summary is not None
         summary = _read_summary(self.gathering.summary)
-        if summary.lost >= 0:
-            raise self.watched.ended(summary.lost)
+        self.watched.use_attempt(self.gathering.number)
         self._offers, entries = summary.offers, summary.entries
         if not entries:
             return
@@ -315,7 +358,7 @@ class _GroupCreation:
         return {d: serving(self._built[name], d, self.rank) for d, name in chosen.items()}
 
     def complete(self) -> ProcessGroup:
-        store = PrefixStore(f"group/{self.spec.name}", self._store)
+        store = PrefixStore(f"group/{self.spec.name}/{self.gathering.number}", self._store)
         self._group = ProcessGroup(self.spec, self.rank, self.build(), store, self._second)
         return self._group
 
@@ -326,12 +369,12 @@ class _GroupCreation:
         twin = _GroupCreation(spec, me, self._store, self._members, self._eager_bytes, self.alone)
         try:
             twin.open()
-            _exchange(self._store, [twin])
+            _exchange([twin])
             twin.check()
             twin.connect()
             return twin.build()
-        except BaseException:
-            twin.withdraw()
+        except BaseException as error:
+            _withdraw([twin], error)
             raise
 
     def withdraw(self) -> None:
@@ -346,66 +389,31 @@ class _GroupCreation:
                 opening.withdraw()
 
 
-def _exchange(store: Store, creations: Sequence[_GroupCreation]) -> None:
-    """Exchange the entries of the members of all groups; of these the longest limit counts.
+def _withdraw(creations: Sequence[_GroupCreation], error: BaseException) -> None:
+    """Report to members that wait for this rank that it has failed; close what was made."""
+    lost = None
+    if isinstance(error, PeerLost) and error.peer is not None:
+        of_group = {c.spec.name: c.spec.global_ranks for c in creations}
+        if error.group in of_group:
+            lost = of_group[error.group][error.peer]
+    for creation in creations:
+        creation.give_up(error, lost)
+    for creation in creations:
+        creation.withdraw()
 
-    If that fails, this rank withdraws, so that the next attempt of this name does not find it.
-    """
+
+def _exchange(creations: Sequence[_GroupCreation]) -> None:
+    """Exchange the entries of the members of all groups; of these the longest limit counts."""
     creations = [c for c in creations if not c.alone]
     if not creations:
         return
     site, limit = call_site(), max(c.spec.creation_limit for c in creations)
-    gatherings = [c.gathering for c in creations]
-    try:
-        mine = [c.gathering.entry_key(c.rank) for c in creations]
-        store.multi_set(mine, [c.entry(site) for c in creations])
-        for each in gatherings:
-            each.arrive()
-        late = wait_for_summaries(store, gatherings, limit, lambda: _watch(creations))
-        if late is not None:
-            creation = creations[gatherings.index(late[0])]
-            raise _not_all_called(creation, late[1], limit)
-    except BaseException:
-        for each in gatherings:
-            each.give_up()
-        raise
-
-
-def _watch(creations: Sequence[_GroupCreation]) -> float:
-    """Look whether members live; report one that has ended to all groups that it is in.
-
-    Returns:
-        The seconds until the next look.
-    """
-    next_look_s = math.inf
     for creation in creations:
-        try:
-            next_look_s = min(next_look_s, creation.watch())
-        except PeerLost as error:
-            if error.peer is not None:
-                lost = creation.spec.global_ranks[error.peer]
-                for each in creations:
-                    each.report_lost(lost)
-            raise
-    return next_look_s
-
-
-def _not_all_called(
-    creation: _GroupCreation, missing: tuple[int, ...], limit: timedelta
-) -> RendezvousTimeout:
-    """Return the error for members of a group that did not call."""
-    global_ranks = creation.spec.global_ranks
-    return RendezvousTimeout(
-        "not all members called to create the group",
-        group=creation.spec.name,
-        rank=creation.rank,
-        world_size=len(global_ranks),
-        elapsed_s=limit.total_seconds(),
-        came=tuple(sorted(set(range(len(global_ranks))).difference(missing))),
-        missing=missing,
-        seen=f"missing are global ranks {[global_ranks[r] for r in missing]}",
-        fix="All ranks must create the same groups in the same order.",
-    )
+        creation.gathering.entry = creation.entry(site)
+    gatherings = [c.gathering for c in creations]
+    failed = wait_for_verdicts(gatherings, limit, lambda: min(c.watch() for c in creations))
+    if failed is not None:
+        raise creations[gatherings.index(failed)].error(limit)
 
 
 class ChecksMembers(Protocol):
@@ -455,8 +463,12 @@ class WatchedStore(PrefixStore):
     def __init__(
         self, store: Store, spec: GroupSpec, members: MemberTable | None, rank: int
     ) -> None:
-        super().__init__(f"group/{spec.name}", store)
+        super().__init__(f"group/{spec.name}/0", store)
         self._spec, self._rank, self._members = spec, rank, members
+
+    def use_attempt(self, number: int) -> None:
+        """Use the keys of an attempt to make the group: those of others may have been left."""
+        self._prefix = f"group/{self._spec.name}/{number}/"
 
     @cached_property
     def _processes(self) -> dict[Identity, int]:

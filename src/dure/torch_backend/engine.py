@@ -19,9 +19,8 @@ from dure.comm.group import ProcessGroup
 from dure.comm.queries import is_backend_available
 from dure.comm.recording import begin_recording
 from dure.comm.world import World
-from dure.errors import RendezvousTimeout, StoreTimeout
 from dure.store.base import Store
-from dure.store.gathering import gather
+from dure.store.gathering import Gathering, gather
 from dure.store.identity import myself
 from dure.torch_backend.store import TorchStore
 
@@ -85,23 +84,10 @@ def _choose(store: Store, request: GroupRequest) -> str:
     size = len(request.global_ranks)
     able = "able" if is_backend_available("shm") else "unable"
     place = f"{able} {myself().host_id}"
-    try:
-        return gather(
-            store, "place", request.rank, size, place, request.timeout, _choice_for
-        ).decode()
-    except StoreTimeout as error:
-        keys = set(error.keys)
-        missing = tuple(r for r in range(size) if f"place/member/{r}" in keys)
-        raise RendezvousTimeout(
-            "not all members called to create the group",
-            group=request.name,
-            rank=request.rank,
-            world_size=size,
-            elapsed_s=request.timeout.total_seconds(),
-            came=tuple(r for r in range(size) if f"place/member/{r}" not in keys),
-            missing=missing,
-            fix="All ranks must create the same groups in the same order.",
-        ) from None
+    gathering = Gathering(
+        store, "place", request.rank, size, _choice_for, once=False, group=request.name
+    )
+    return gather(gathering, place, request.timeout).decode()
 
 
 def _choice_for(places: list[bytes]) -> bytes:

@@ -23,7 +23,7 @@ from dure.comm.subgroups import GroupOptions, new_groups
 from dure.comm.world import World, current_world
 from dure.device_mesh import init_device_mesh
 from dure.errors import Desync, PeerLost, RendezvousError, RendezvousTimeout, UsageError
-from dure.store import HashStore
+from dure.store import HashStore, gathering
 from dure.store.builds import Build, own_build
 from dure.store.identity import myself
 from dure.store.members import MemberTable, RendezvousMember
@@ -384,3 +384,97 @@ def test_other_ranks_look_where_the_first_two_of_a_host_are_dead_or_late(monkeyp
     with pytest.raises(PeerLost) as caught:
         create_groups(_world_of(members, shared), shared, 2, [spec])
     assert caught.value.peer == 0
+
+
+# ---- failures in one group of a call, and the members of its other groups ------------------------
+
+
+def _results(
+    members: list[RendezvousMember], specs: list[GroupSpec], ranks: list[int]
+) -> dict[int, BaseException]:
+    """Create on each rank the groups that it is in, which fails; return the errors by rank."""
+    shared, errors = HashStore(), dict[int, BaseException]()
+
+    def create(rank: int) -> None:
+        mine = [spec for spec in specs if rank in spec.global_ranks]
+        with pytest.raises(dist.DureError) as caught:
+            create_groups(_world_of(members, shared), shared, rank, mine)
+        errors[rank] = caught.value
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(create, ranks))
+    return errors
+
+
+def _spec(name: str, *ranks: int, limit: timedelta = LONG) -> GroupSpec:
+    return GroupSpec(name=name, global_ranks=ranks, backend="fake", timeout=limit)
+
+
+def test_a_death_in_another_group_of_the_call_ends_the_wait_of_a_rank_that_is_not_in_it():
+    """Rank 0 sees that rank 1 has ended; rank 2 shares with rank 0 a group without rank 1."""
+    dead, here = dead_process(), myself()
+    processes = (here, dead, replace(here, host_id="elsewhere"), here)
+    members = [RendezvousMember(r, 4, p, "", own_build()) for r, p in enumerate(processes)]
+    specs = [_spec("w", 0, 1), _spec("o", 0, 2, 3)]
+    errors = _results(members, specs, [0, 2])
+    assert isinstance(errors[0], PeerLost)
+    assert isinstance(errors[2], RendezvousError)
+    assert errors[2].peer == 0
+    assert f"pid {dead.pid}" in errors[2].seen
+
+
+def test_a_rank_that_is_late_in_another_group_of_the_call_ends_the_wait_at_once(monkeypatch):
+    """Rank 3 does not come to w; rank 1 gives up; rank 0 is also in o, where rank 2 waits."""
+    monkeypatch.setattr(gathering, "_LOOK_S", 0.05)
+    member, shared = RendezvousMember(0, 5, myself(), "", own_build()), HashStore()
+    members = [replace(member, rank=rank) for rank in range(5)]
+
+    def create(rank: int, *specs: GroupSpec) -> BaseException:
+        with pytest.raises(RendezvousError) as caught:
+            create_groups(_world_of(members, shared), shared, rank, specs)
+        return caught.value
+
+    w, o = _spec("w", 0, 1, 3), _spec("o", 0, 2, 4)
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(create, 0, w, o), pool.submit(create, 2, o)]
+        until(lambda: shared.check(["group/w/0/member/0", "group/o/0/member/1"]))
+        gives_up = create(1, _spec("w", 0, 1, 3, limit=AT_ONCE))
+        first, second = (each.result(PATIENCE_S) for each in waits)
+    for error in (gives_up, first):
+        assert isinstance(error, RendezvousTimeout)
+        assert (error.group, error.missing) == ("w", (2,))
+    assert isinstance(second, RendezvousError)
+    assert (second.group, second.peer) == ("o", 0)
+    assert "missing are global ranks [3]" in second.seen
+
+
+def test_a_rank_whose_backend_cannot_be_opened_is_not_waited_for(half_built):
+    """Also if it fails before it has been counted."""
+
+    def body(rank: int) -> BaseException:
+        with pytest.raises(dist.DureError) as caught:
+            dist.new_group(pg_options={"no such": 1} if rank == 1 else None)
+        return caught.value
+
+    first, second = run_ranks(2, body)
+    assert isinstance(second, UsageError)
+    assert isinstance(first, RendezvousError)
+    assert first.peer == 1
+    assert "UsageError" in first.seen
+
+
+def test_a_second_group_of_a_name_in_one_store_has_keys_of_its_own():
+    """As groups of the plug-in, whose processes leave a world and begin another in its store."""
+    shared = HashStore()
+
+    def create(rank: int) -> bool:
+        spec = GroupSpec(name="g", global_ranks=(0, 1), backend="gloo", timeout=LONG)
+        (group,) = create_groups(World(), shared, rank, [spec])
+        found = group.store.check(["mine"])
+        group.store.set("mine", b"")
+        group.close()
+        return found
+
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            assert False in pool.map(create, range(2))  # the first one to ask finds nothing

@@ -42,7 +42,7 @@ from dure.comm.call import Call
 from dure.errors import DureError
 from dure.native import Channel
 from dure.store.base import Store
-from dure.store.gathering import gather_all
+from dure.store.gathering import Gathering, gather_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,8 @@ class BackendOptions:
             said: This rank's value.
 
         Raises:
-            StoreTimeout: A rank did not call within the group's timeout.
+            RendezvousTimeout: A rank did not call within the group's timeout.
+            RendezvousError: A rank has failed or was interrupted.
 
         Collective:
             All ranks of the group call.
@@ -96,7 +97,8 @@ class BackendOptions:
         Cost:
             4 requests to the store, and the values of all ranks (see `store.gathering`).
         """
-        return gather_all(self.store, what, self.rank, self.size, said, self.timeout)
+        gathering = Gathering(self.store, what, self.rank, self.size, group=self.name)
+        return gather_all(gathering, said, self.timeout)
 
 
 class Backend(Protocol):

@@ -25,14 +25,13 @@ from dure.comm.backends.hybrid.header import HeaderExchange
 from dure.comm.backends.hybrid.state import HybridState
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, Hosts, SubComms, group_by_host
 from dure.comm.backends.shm.opening import create as create_shm
-from dure.errors import RendezvousTimeout, StoreTimeout
-from dure.store.gathering import gather
+from dure.errors import RendezvousTimeout
+from dure.store.gathering import Gathering, gather
 from dure.store.identity import Identity, myself
 from dure.store.prefix import PrefixStore
 
 __all__ = ["create_over_gloo", "create_over_mpi"]
 
-_MISSING_KEY = "hybrid/missing"
 _OP_TIMEOUT = timedelta(days=365)
 """The hybrid group enforces timeouts itself: an engine cannot be used after a timeout."""
 _THREADS = 2
@@ -45,17 +44,17 @@ _HostsOfRanks = tuple[list[tuple[str, str]], list[int]]
 def _find_hosts(options: BackendOptions) -> Hosts:
     """Exchange the hosts of all ranks."""
     me = msgspec.msgpack.encode(myself())
-    published = gather(
-        options.store,
-        "hybrid/home",
-        options.rank,
-        options.size,
-        me,
-        options.timeout,
-        _summary_of_hosts,
-    )
+    gathering = _gathering(options, "hybrid/home", _summary_of_hosts)
+    published = gather(gathering, me, options.timeout)
     homes, number_of_rank = msgspec.msgpack.decode(published, type=_HostsOfRanks)
     return group_by_host([homes[number] for number in number_of_rank], options.rank)
+
+
+def _gathering(
+    options: BackendOptions, name: str, summarize: Callable[[list[bytes]], bytes] | None
+) -> Gathering:
+    rank, size = options.rank, options.size
+    return Gathering(options.store, name, rank, size, summarize, group=options.name)
 
 
 def _summary_of_hosts(published: list[bytes]) -> bytes:
@@ -139,37 +138,30 @@ def _create_with(name: str, engine: Factory, options: BackendOptions) -> Backend
 def agree_on_completion(options: BackendOptions) -> None:
     """Wait until all ranks have their part, or raise on all ranks.
 
-    A rank that is too late finds the others' parts, although these have given up. So the first rank
-    that decides does so for all: it publishes the missing ranks. That is the last rank to be ready,
-    by their count, for which none is missing, or the first one whose wait ends.
+    A rank that is too late finds the others' parts, although these have given up. All follow one
+    verdict (store/gathering.py), also the rank that was late.
 
     Raises:
         RendezvousTimeout: Ranks were late; `missing` names them, the same on all ranks.
+        PeerLost: The process of a rank has ended.
+        RendezvousError: A rank has failed or was interrupted.
     """
-    ranks, store, missing = range(options.size), options.store, list[int]()
-    keys = [f"hybrid/ready/{rank}" for rank in ranks]
-    store.set(keys[options.rank], "")
-    if store.add("hybrid/ready/count", 1) < options.size:
-        try:
-            store.wait([_MISSING_KEY], options.timeout)
-        except StoreTimeout:
-            unready = set(store.missing_keys(keys))
-            missing = [rank for rank in ranks if keys[rank] in unready]
-    decided = store.compare_set(_MISSING_KEY, "", msgspec.json.encode(missing))
-    missing = msgspec.json.decode(decided, type=tuple[int, ...])
-    if not missing:
-        return
-    raise RendezvousTimeout(
-        "not all ranks connected in time",
-        group=options.name,
-        rank=options.rank,
-        world_size=options.size,
-        elapsed_s=options.timeout.total_seconds(),
-        came=tuple(sorted(set(ranks).difference(missing))),
-        missing=missing,
-        seen="this rank was late" if options.rank in missing else f"late: ranks {list(missing)}",
-        fix="Check what the late ranks do, or raise the group's timeout.",
-    )
+    try:
+        gather(_gathering(options, "hybrid/ready", None), b"", options.timeout)
+    except RendezvousTimeout as error:
+        raise RendezvousTimeout(
+            "not all ranks connected in time",
+            group=options.name,
+            rank=options.rank,
+            world_size=options.size,
+            elapsed_s=error.elapsed_s,
+            came=error.came,
+            missing=error.missing,
+            seen="this rank was late"
+            if options.rank in error.missing
+            else f"late: ranks {list(error.missing)}",
+            fix="Check what the late ranks do, or raise the group's timeout.",
+        ) from None
 
 
 def create_over_gloo(options: BackendOptions) -> Backend:
