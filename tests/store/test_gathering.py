@@ -91,9 +91,10 @@ def test_of_256_ranks_whose_time_is_up_at_once_few_ask_who_is_missing() -> None:
         return caught.value.missing
 
     assert all_of(256, be) == [(256,)] * 256
-    # Count, write, wait, two to close, maybe in vain, once more to see that; wait and read.
-    assert max(store.num_requests for store in stores) <= 9
-    assert sum(store.num_bytes > 3000 for store in stores) <= 2
+    # Count, write, wait, two to close, maybe in vain, once more to see that; wait and read. A rank
+    # that has waited for long asks for the count and for who is missing.
+    assert max(store.num_requests for store in stores) <= 12
+    assert sum(store.num_bytes > 3000 for store in stores) <= 8
 
 
 def test_ranks_with_a_long_limit_follow_the_first_one_that_gives_up() -> None:

@@ -44,8 +44,11 @@ __all__ = ["Gathering", "Verdict", "gather", "gather_all", "wait_for_verdicts"]
 _DOUBT_S = 5.0
 """After how long the first rank that waits asks for the first time whether all have come."""
 
-_WRITE_S = 1.0
-"""How long a rank that has been counted may take to write its entry."""
+_WRITE_S = 10.0
+"""How long a rank that has been counted may take to write its entry, in a busy store."""
+
+_SLICE_S = 1.0
+"""How often a rank that waits for entries looks whether another one has published a verdict."""
 
 _GRACE_S = 1.0
 """How long ranks that reach their limit wait for the verdict of the rank that was first; a multiple
@@ -174,16 +177,17 @@ class Gathering:
         """Publish the summary; all ranks have been counted. Entries may still be under way."""
         if self._summarize is None:
             return self.publish(Verdict(b"complete"))
-        keys = self._keys()
-        try:
-            self.store.wait(keys, timedelta(seconds=_WRITE_S))
-        except StoreTimeout:
-            if may_repeat and not self._repeated:
-                self.publish(Verdict(again=True))
-            else:
-                self._publish_missing()
+        keys, end = self._keys(), time.monotonic() + _WRITE_S
+        while (left_s := end - time.monotonic()) > 0:
+            with suppress(StoreTimeout):
+                self.store.wait(keys, timedelta(seconds=min(left_s, _SLICE_S)))
+                return self.publish(Verdict(self._summarize(self.store.multi_get(keys))))
+            if self.store.check([self.key]):
+                return self.read(self.store.get(self.key))
+        if may_repeat and not self._repeated:
+            self.publish(Verdict(again=True))
         else:
-            self.publish(Verdict(self._summarize(self.store.multi_get(keys))))
+            self._publish_missing()
 
     def _publish_missing(self) -> None:
         ranks = {self.entry_key(rank): rank for rank in range(self.size)}
