@@ -280,3 +280,34 @@ def test_a_death_reaches_all_although_its_reporter_dies_after_one_request(
     assert seen.get(timeout=PATIENCE_S) == ("gone", victim.own_id, "signal 9")
     later = Peers.join(shared, peer("later"))
     assert later._gone == {victim.own_id: "signal 9"}
+
+
+@pytest.mark.parametrize("op", ["append", "add", "compare_set"])
+@pytest.mark.parametrize("others_join", [True, False])
+def test_a_process_that_is_interrupted_while_it_joins_is_not_in_the_world(
+    op: str, others_join: bool
+) -> None:
+    """Its request is in the store, or is written there; another process may have granted it."""
+    shared, first = HashStore(), HashStore()
+    joined: list[Peers] = []
+
+    def interrupted(request: StoreRequest, patience_s: float) -> Reply | None:
+        key = "event/0" if op == "compare_set" else "requests/0"
+        is_this = request.op == op and request.keys[0].startswith(key)
+        if is_this and not interrupted_at:
+            interrupted_at.append(request.op)
+            shared._answered(request, patience_s)
+            if others_join:
+                joined.append(Peers.join(shared, peer("b")))
+            raise KeyboardInterrupt
+        return shared._answered(request, patience_s)
+
+    interrupted_at: list[str] = []
+    first._answered = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        Peers.join(first, peer("a"))
+    assert interrupted_at == [op]
+    expected = ["b", "c"] if others_join else ["c"]
+    assert [each.name for each in Peers.join(shared, peer("c")).all()] == expected
+    again = Peers.join(shared, peer("a"))
+    assert again.named("a") == again.me

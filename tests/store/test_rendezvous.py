@@ -19,6 +19,7 @@ from dure.store import rendezvous as module
 from dure.store.builds import Build, own_build
 from dure.store.identity import myself
 from dure.store.rendezvous import Rendezvous, RendezvousMember, rendezvous
+from dure.store.wire import Reply, StoreRequest
 from tests.waiting import until
 
 from .conftest import TIMEOUT, dead_process
@@ -305,3 +306,45 @@ def test_under_torchrun_the_agents_port_stays_the_agents(
             monkeypatch.setenv(name, str(value))
         for meeting in met(joins("env://", (0, 2), (1, 2))):
             meeting.close()
+
+
+def _claimed_only(store: HashStore, rank: int, world_size: int) -> None:
+    """Claim a number as a process of another host that ends before it is counted."""
+    elsewhere = msgspec.structs.replace(myself(), host="far", host_id="elsewhere")
+    member = RendezvousMember(rank, world_size, elsewhere, "x", own_build())
+    store.set(f"dure/store//0/member/{rank}", msgspec.msgpack.encode(member))
+
+
+def test_a_rank_that_ends_between_its_claim_and_its_count_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_ANSWER_S", 0.3)
+    store = HashStore(TIMEOUT)
+    _claimed_only(store, 2, 5)
+    calls = [
+        lambda r=r: rendezvous(rank=r, world_size=5, store=store, timeout=BRIEF)
+        for r in (0, 1, 3, 4)
+    ]
+    for error in errors_of(each(*calls)):
+        assert isinstance(error, RendezvousTimeout)
+        assert (error.came, error.missing) == ((0, 1, 3, 4), (2,))
+        assert "only 4 of 5 ranks" in error.what
+
+
+def test_ranks_meet_if_one_is_counted_after_the_limit_of_the_others() -> None:
+    """It had claimed its number before: it answers the roll call."""
+    shared = HashStore(TIMEOUT)
+    slow = HashStore(TIMEOUT)
+
+    def answered(request: StoreRequest, patience_s: float) -> Reply | None:
+        if request.op == "add" and request.keys[0].endswith("0/count"):
+            until(lambda: shared.check(["dure/store//0/outcome"]))
+        return shared._answered(request, patience_s)
+
+    slow._answered = answered
+    stores, limits = [shared, shared, slow], [BRIEF, BRIEF, TIMEOUT]
+    calls = [
+        lambda r=r: rendezvous(rank=r, world_size=3, store=stores[r], timeout=limits[r])
+        for r in range(3)
+    ]
+    met(each(*calls))

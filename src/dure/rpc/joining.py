@@ -90,15 +90,18 @@ def connect(
         heap, process = native.heap_identity(), myself()
         where = inbox.offset, listener.endpoint
         me = PeerAddress(options.name, rank, process, heap, *where, own_build())
+        peers: Peers | None = None
         try:
             peers = Peers.meet(store, me, world_size) if world_size else Peers.join(store, me)
+            return HostTransport(inbox, peers, sockets, slots, shared_memory, leave)
         except BaseException:
+            if peers is not None:
+                peers.close()
             sockets.close()
             raise
     except BaseException:
         leave()
         raise
-    return HostTransport(inbox, peers, sockets, slots, shared_memory, leave)
 
 
 def _find_store(options: JoinOptions) -> tuple[Store, int, int, str, Callable[[], None]]:

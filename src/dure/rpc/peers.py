@@ -155,6 +155,7 @@ class Peers:
         self._highest = max(self._by_id, default=-1)  # the highest id so far
         self._token = secrets.token_hex(8)
         self._next = 0  # the event that is read next
+        self._requested = -1  # the event with which this process has requested to join
         self._counted = 0  # the count of events that was seen last
         self._counting = threading.Lock()  # held while the count is raised
         self._reading = threading.Lock()  # held while the log is read
@@ -200,24 +201,47 @@ class Peers:
         """
         _check_name(me)
         peers = cls(store, -1, (), logged=True)
+        try:
+            peers._join(me)
+        except BaseException:
+            peers._take_back(me)
+            raise
+        return peers
+
+    def _join(self, me: PeerAddress) -> None:
+        """See `join`."""
         deadline = time.monotonic() + silence_s() + _NAMED_S
-        peers._read_counted()
+        self._read_counted()
         pause_s = 0.0
         while True:
-            known = peers.all()
+            known = self.all()
             _check_builds(known, me)
             other = next((peer for peer in known if peer.name == me.name), None)
             if other is None:
-                if peers._try_to_join(_Request(me, peers._token), pause_s):
-                    return peers
+                if self._try_to_join(_Request(me, self._token), pause_s):
+                    return
                 pause_s = min(2 * pause_s + _PAUSE_S * random.random(), _LOOK_S)
             elif alive(other.process) is False:
-                peers._write(_Event(gone=other.id))
+                self._write(_Event(gone=other.id))
             elif alive(other.process) or time.monotonic() >= deadline:
                 raise _not_unique(me, other)
             else:
                 time.sleep(_LOOK_S)
-                peers._read()
+                self._read()
+
+    def _take_back(self, me: PeerAddress) -> None:
+        """Leave after an error or an interrupt, even if another process grants the request later.
+
+        Only the event for which it was made can grant it. If there is none yet, this process writes
+        it: it joins, and leaves.
+        """
+        with suppress(StoreError, RendezvousError):
+            if self._requested >= self._next:
+                self._read()
+            while self.own_id < 0 and self._requested >= self._next:
+                self._write(_Event(joined=self._granted(_Request(me, self._token), ())))
+            if self.own_id >= 0:
+                self._append(_Event(gone=self.own_id, how=LEFT))
 
     @property
     def me(self) -> PeerAddress:
@@ -295,6 +319,7 @@ class Peers:
             Whether this process has joined.
         """
         event, key = f"event/{self._next}", f"requests/{self._next}"
+        self._requested = self._next
         self._store.append(key, _request_line(own) + b"\n")
         if self._store.add(f"{key}/count", 1) == 1:
             time.sleep(pause_s)

@@ -17,6 +17,11 @@ the first two ranks by `G/count` check once a second whether a rank of their hos
 died since, and at the end of the timeout they report who is missing. They read each member once.
 The others only wait.
 
+If all numbers are claimed then, and the count is not complete, a rank has ended between its claim
+and its count, or is about to be counted. So the outcome is a *roll call*: every rank that reads it
+answers (`G/here/R`) and waits for the second outcome (`G/outcome/2`). If all have answered they
+have met, otherwise the ranks that have not are missing.
+
 Cost: six round trips per rank, one of which is parked until the last rank arrives, and the table of
 members: some ten bytes per rank on hosts of eight ranks. One rank reads all members.
 """
@@ -53,6 +58,9 @@ _GOODBYE = timedelta(seconds=1)
 _WATCH_S = 1.0
 _PROPOSAL_S = 1.0
 """How much longer than its timeout a rank waits for the outcome of the two that watch."""
+
+_ANSWER_S = 5.0
+"""How long ranks may take to answer a roll call."""
 
 _LATE_S = 1.0
 """How long rank 0 serves after a rendezvous that failed, for ranks that arrive late."""
@@ -285,7 +293,8 @@ def _translated(error: StoreError, me: RendezvousMember) -> RendezvousError:
 class _RendezvousOutcome(msgspec.Struct, array_like=True, frozen=True):
     """How a rendezvous ended, for all its ranks; `what` is empty if they met.
 
-    Then `members` is their packed table. Every version reads it, so fields are only appended.
+    Then `members` is their packed table. If `is_roll_call` another outcome follows. Every version
+    reads it, so fields are only appended.
     """
 
     what: str = ""
@@ -295,6 +304,7 @@ class _RendezvousOutcome(msgspec.Struct, array_like=True, frozen=True):
     came: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     members: bytes = b""
+    is_roll_call: bool = False
 
     def raise_for(self, me: RendezvousMember) -> None:
         """Raise the error that this is, if it is one, as seen by `me`."""
@@ -386,6 +396,8 @@ def _gather(keys: Store, me: RendezvousMember, generation: int, deadline: float)
         outcome = _agree(keys, generation, _met(keys, generation, me.world_size))
     else:
         outcome = _await_outcome(keys, generation, me, deadline, watches=arrived <= 2)
+    if outcome.is_roll_call:
+        outcome = _answer(keys, generation, me, calls=arrived <= 2)
     outcome.raise_for(me)
     return MemberTable.unpack(outcome.members)
 
@@ -420,7 +432,40 @@ def _ended_early(keys: Store, generation: int, me: RendezvousMember) -> _Rendezv
     """Return the outcome at the limit of a rank that still waits."""
     if keys.add(f"{generation}/count", 0) == me.world_size:
         return _met(keys, generation, me.world_size)  # the last rank has not written it
-    return _timeout(_came(keys, generation), me)
+    came = _came(keys, generation)
+    if len(came) == me.world_size:
+        return _RendezvousOutcome(is_roll_call=True)
+    return _timeout(came, me)
+
+
+def _answer(keys: Store, generation: int, me: RendezvousMember, calls: bool) -> _RendezvousOutcome:
+    """Answer a roll call; return the second outcome.
+
+    Args:
+        keys: Of the rendezvous.
+        generation: Of this rank.
+        me: This rank.
+        calls: Whether this rank waits for the answers, and not for another rank that does.
+    """
+    key, here = f"{generation}/outcome/2", f"{generation}/here/{me.rank}"
+    answers = [f"{generation}/here/{rank}" for rank in range(me.world_size)]
+    keys.set(here, "")
+    with contextlib.suppress(StoreTimeout):
+        if not calls:
+            keys.wait([key], timedelta(seconds=_ANSWER_S + _PROPOSAL_S))
+            return _read_outcome(keys.get(key))
+        keys.wait(answers, timedelta(seconds=_ANSWER_S))
+    silent = set(keys.missing_keys(answers))
+    if silent:
+        came = [
+            m
+            for m, each in zip(_came(keys, generation), answers, strict=True)
+            if each not in silent
+        ]
+        outcome = _timeout(came, me)
+    else:
+        outcome = _met(keys, generation, me.world_size)
+    return _read_outcome(keys.compare_set(key, "", _pack(outcome)))
 
 
 class _Arrivals:
