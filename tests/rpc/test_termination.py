@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from dure.errors import PeerLost, RpcError
 from dure.rpc import api
@@ -110,3 +113,59 @@ def test_where_processes_come_and_go_each_waits_for_its_own_calls() -> None:
         Gate.open.set()
         wait_for_own(agent)
         assert future.done()
+
+
+def _bytes_sent(size: int, work: Callable[[int], object]) -> list[int]:
+    """Let all workers work; return how many bytes each has sent and received, the leader last."""
+    with Cluster(size) as cluster:
+        moved = Counter[int]()
+        send = cluster.network.send
+
+        def counted(to: int, sender: int, raw: bytes, memories: Sequence[torch.Tensor]) -> None:
+            moved[sender] += len(raw)
+            moved[to] += len(raw)
+            send(to, sender, raw, memories)
+
+        cluster.network.send = counted
+        cluster.everywhere(work)
+    return [moved[id] for id in range(1, size)] + [moved[0]]
+
+
+WAITS: dict[str, Callable[[int], object]] = {
+    "barrier": lambda _: all_gather(current(), None, returns_values=False),
+    "end": lambda _: wait_all_workers(current()),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_bytes_of_a_worker_that_waits_for_all_do_not_grow_with_256_workers(wait: str) -> None:
+    few, many = (statistics.median(_bytes_sent(size, WAITS[wait])) for size in (4, 256))
+    # Names are longer by two characters, and in the end the leader may ask more often.
+    assert many < 1.5 * few
+
+
+def test_names_that_the_leader_does_not_know_are_sent() -> None:
+    """Workers 1 to 3 gather, and worker 1 knows four."""
+    names = [f"worker{id}" for id in (1, 2, 3)]
+    with Cluster(4) as cluster:
+
+        def work(id: int) -> Any:
+            return [all_gather(current(), id + n, names) for n in range(2)] if id else None
+
+        wanted = [{f"worker{id}": id + n for id in (1, 2, 3)} for n in range(2)]
+        assert cluster.everywhere(work) == [None, wanted, wanted, wanted]
+
+
+def test_a_death_that_the_leader_knows_of_ends_a_gathering_of_others_that_do_not() -> None:
+    """The names of a worker that has not heard of the death have another digest."""
+    with Cluster(4) as cluster:
+        cluster.network.kill(3)
+        names = [f"worker{id}" for id in range(4)]
+
+        def work(id: int) -> None:
+            with pytest.raises(PeerLost, match="worker3"):
+                all_gather(current(), id, names, timeout=0)
+
+        for id in range(3):
+            with cluster.on(id):
+                work(id)

@@ -76,6 +76,13 @@ class TestContract:
             clone.close()
         assert pair[1].get("k") == b"v"
 
+    def test_several_keys_are_deleted_and_those_that_existed_counted(self, pair: Pair) -> None:
+        one, other = pair
+        one.multi_set(["a", "b", "c"], ["", "", ""])
+        assert other.delete_keys(["a", "none", "c"]) == 2
+        assert one.missing_keys(["a", "b", "c"]) == ("a", "c")
+        assert one.delete_keys([]) == 0
+
     def test_wait_too_long_names_the_missing_keys(self, pair: Pair) -> None:
         pair[0].set("there", "")
         pair[1].set_timeout(SOON)

@@ -197,7 +197,7 @@ def _all_gather(  # pyright: ignore[reportUnusedFunction]
     agent = current()
     seconds = agent.timeout if timeout < 0 else timeout
     try:
-        return all_gather(agent, obj, worker_names, timeout)
+        return all_gather(agent, obj, worker_names, timeout) or {}
     except RpcError as error:
         if "RPC ran for more than" not in str(error):
             raise
@@ -206,7 +206,7 @@ def _all_gather(  # pyright: ignore[reportUnusedFunction]
 
 def _barrier(worker_names: Collection[str]) -> None:  # pyright: ignore[reportUnusedFunction]
     """Wait until all named workers have called this; this worker is one of them."""
-    all_gather(current(), None, worker_names)
+    all_gather(current(), None, worker_names, returns_values=False)
 
 
 def is_available() -> bool:

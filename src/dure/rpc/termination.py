@@ -1,7 +1,9 @@
 """Operations of all workers: gather values, and detect that no call is under way anymore.
 
 **Gathering.** The worker with the first name is the leader. Each worker calls it with a value, and
-the calls are answered when all have been made.
+the calls are answered when all have been made. A call has a digest of the workers' names. If the
+leader does not know the names (they are not those of all workers that it knows), it asks for them,
+so that they are sent once and not by each worker.
 
 **The end.** A call may make other calls, so no process knows by itself that it is done. When all
 workers have called `shutdown`, the leader asks each, in rounds, how many calls it has made and how
@@ -12,12 +14,13 @@ worker that dies counts as done; if the leader dies, the next one starts again.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,8 +30,13 @@ from dure.rpc.functions import DeferredResult
 
 if TYPE_CHECKING:
     from dure.rpc.agent import RpcAgent
+    from dure.rpc.names import WorkerInfo
 
 __all__ = ["Gatherings", "all_gather", "wait_all_workers", "wait_for_own"]
+
+_DIGEST_BYTES = 16
+_SEND_NAMES = "send names"
+"""Answer of a leader that does not know the names of a gathering's workers."""
 
 _MOST_S = 0.05
 """The longest pause between two rounds."""
@@ -40,6 +48,7 @@ Future = torch.futures.Future[Any]
 class _Gathering:
     names: set[str]
     without_dead: bool
+    returns_values: bool
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     futures: dict[str, Future] = field(default_factory=dict[str, Future])
 
@@ -52,24 +61,34 @@ class Gatherings:
         self._open: dict[str, _Gathering] = {}
         self._counts: dict[str, int] = {}
 
-    def key(self, names: Collection[str]) -> str:
-        """Return a key for the next gathering of these workers, equal on all of them."""
-        joined = ",".join(sorted(names))
+    def number(self, digest: str) -> int:
+        """Return the number of the next gathering of these workers, equal on all of them."""
         with self._lock:
-            self._counts[joined] = number = self._counts.get(joined, 0) + 1
-        return f"{number}/{joined}"
+            self._counts[digest] = number = self._counts.get(digest, 0) + 1
+        return number
 
-    def enter(
-        self, key: str, name: str, value: Any, names: set[str], without_dead: bool
-    ) -> DeferredResult:
-        """Add a value; the answer, when all workers have entered, is all values."""
-        future = torch.futures.Future[Any]()
+    def enter(self, entry: GatheringEntry) -> DeferredResult | str:
+        """Add a value; the answer, when all workers have entered, is all values.
+
+        Returns:
+            The answer, or `_SEND_NAMES`.
+        """
+        future, living = torch.futures.Future[Any](), {w.name for w in self._agent.workers}
         with self._lock:
-            gathering = self._open.setdefault(key, _Gathering(names, without_dead))
-            gathering.values[name], gathering.futures[name] = value, future
-        for dead in names - {worker.name for worker in self._agent.workers}:  # since the call
+            gathering = self._open.get(entry.key)
+            if gathering is None:
+                names = entry.names
+                if names is None and entry.digest in ("", digest_of(living)):
+                    names = living
+                if names is None:
+                    return _SEND_NAMES
+                gathering = _Gathering(set(names), entry.without_dead, entry.returns_values)
+                self._open[entry.key] = gathering
+            gathering.values[entry.name], gathering.futures[entry.name] = entry.value, future
+            dead_names = gathering.names - living
+        for dead in dead_names:  # since the call
             self.died(dead, PeerLost(f"worker {dead!r} is gone", op="gathering"))
-        self._look(key)
+        self._look(entry.key)
         return DeferredResult(future, counted=False)
 
     def died(self, name: str, error: PeerLost) -> None:
@@ -94,13 +113,42 @@ class Gatherings:
             if gathering is None or not gathering.names <= gathering.values.keys():
                 return
             del self._open[key]
+        answer = gathering.values if gathering.returns_values else None
         for name in sorted(gathering.futures, reverse=True):
-            gathering.futures[name].set_result(gathering.values)
+            gathering.futures[name].set_result(answer)
 
 
-def enter(key: str, name: str, value: Any, names: set[str], without_dead: bool) -> DeferredResult:
-    """Take part in a gathering, at the leader."""
-    return current().gatherings.enter(key, name, value, names, without_dead)
+class GatheringEntry(NamedTuple):
+    """What a worker sends to take part in a gathering, as a plain tuple.
+
+    Attributes:
+        key: Identifies the gathering.
+        name: Of the worker.
+        value: Its value.
+        digest: Of the names of all workers that take part; "": all workers that the leader knows.
+        names: These names; None if the leader is assumed to know them.
+        without_dead: Whether the gathering continues without a worker that dies.
+        returns_values: Whether the answer has the values of all workers.
+    """
+
+    key: str
+    name: str
+    value: Any = None
+    digest: str = ""
+    names: tuple[str, ...] | None = None
+    without_dead: bool = False
+    returns_values: bool = True
+
+
+def digest_of(names: Collection[str]) -> str:
+    """Return a short text that differs for other names."""
+    joined = ",".join(sorted(names)).encode()
+    return hashlib.blake2b(joined, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def enter(*fields: Any) -> DeferredResult | str:
+    """Take part in a gathering, at the leader; the arguments are those of a `GatheringEntry`."""
+    return current().gatherings.enter(GatheringEntry(*fields))
 
 
 def report() -> tuple[int, int]:
@@ -110,8 +158,12 @@ def report() -> tuple[int, int]:
 
 
 def all_gather(
-    agent: RpcAgent, value: Any, names: Collection[str] | None = None, timeout: float = -1.0
-) -> dict[str, Any]:
+    agent: RpcAgent,
+    value: Any,
+    names: Collection[str] | None = None,
+    timeout: float = -1.0,
+    returns_values: bool = True,
+) -> dict[str, Any] | None:
     """Return the values of some workers, by their names.
 
     Args:
@@ -119,9 +171,14 @@ def all_gather(
         value: The value of this process.
         names: The workers; if None, all.
         timeout: Seconds; -1 for the default, 0 for none.
+        returns_values: If False, only wait for the others, and return None.
 
     Collective:
         All of these workers call, and wait for each other.
+
+    Cost:
+        One call of the leader, and its answer with the values of all. A second call, with the names
+        of all, if the leader does not know them.
 
     Raises:
         UsageError: This process is not one of them.
@@ -136,8 +193,19 @@ def all_gather(
             seen=f"{agent.me.name!r} is not among {', '.join(sorted(names))}",
             fix="Call it only on the workers that are named, with the same names on each.",
         )
-    args = agent.gatherings.key(names), agent.me.name, value, names, False
-    return agent.caller.ask(min(names), enter, args, timeout)
+    digest = digest_of(names)
+    entry = GatheringEntry(
+        key=f"{agent.gatherings.number(digest)}/{digest}",
+        name=agent.me.name,
+        value=value,
+        digest=digest,
+        returns_values=returns_values,
+    )
+    answer = agent.caller.ask(min(names), enter, tuple(entry), timeout)
+    if answer == _SEND_NAMES:
+        entry = entry._replace(names=tuple(names))
+        answer = agent.caller.ask(min(names), enter, tuple(entry), timeout)
+    return answer
 
 
 def wait_all_workers(agent: RpcAgent, timeout: float = 0.0) -> None:
@@ -154,17 +222,23 @@ def wait_all_workers(agent: RpcAgent, timeout: float = 0.0) -> None:
     while True:
         workers = agent.workers
         leader = min(workers, key=lambda worker: worker.name)
-        rest = agent.me.name, None, {worker.name for worker in workers}, True
         try:
-            agent.caller.ask(leader, enter, (f"end/{leader.id}/all", *rest), _left(deadline))
+            agent.caller.ask(leader, enter, _end(agent, leader, "all"), _left(deadline))
             if leader.id == agent.me.id:
                 _wait_until_quiet(agent, deadline)
-            agent.caller.ask(leader, enter, (f"end/{leader.id}/go", *rest), _left(deadline))
+            agent.caller.ask(leader, enter, _end(agent, leader, "go"), _left(deadline))
         except PeerLost as lost:
             if lost.peer == leader.id:
                 continue
             raise
         return
+
+
+def _end(agent: RpcAgent, leader: WorkerInfo, step: str) -> tuple[Any, ...]:
+    """Return the entry for a step of the end, in which all workers that live take part."""
+    key = f"end/{leader.id}/{step}"
+    entry = GatheringEntry(key, agent.me.name, without_dead=True, returns_values=False)
+    return tuple(entry)
 
 
 def wait_for_own(agent: RpcAgent, timeout: float = 0.0) -> None:

@@ -53,6 +53,9 @@ class AskingStore(Store):
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", (key,)).number)
 
+    def delete_keys(self, keys: Sequence[str]) -> int:
+        return self._ask("delete", keys_of(keys, "delete_keys")).number
+
     def num_keys(self) -> int:
         return self._ask("count").number
 

@@ -94,6 +94,13 @@ class Store(ABC):
     def delete_key(self, key: str) -> bool:
         """Remove `key`; return whether it existed."""
 
+    def delete_keys(self, keys: Sequence[str]) -> int:
+        """Remove `keys`; return how many of them existed.
+
+        Cost: one request, in a custom store and in etcd one per key.
+        """
+        return sum(self.delete_key(key) for key in keys_of(keys, "delete_keys"))
+
     @abstractmethod
     def num_keys(self) -> int:
         """Return how many keys there are."""

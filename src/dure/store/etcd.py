@@ -145,7 +145,7 @@ class EtcdStore(AskingStore):
             case "check":
                 return Reply("ok", int(len(self._read(keys)[1]) == len(set(keys))))
             case "delete":
-                return Reply("ok", int(self._delete(keys[0])))
+                return Reply("ok", sum(map(self._delete, keys)))
             case "count":
                 answer = self._ask_etcd("kv/range", range_below(self._keys) | {"count_only": True})
                 return Reply("ok", int(answer.get("count", 0)))

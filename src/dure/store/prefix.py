@@ -69,6 +69,9 @@ class PrefixStore(Store):
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(self._one(key, "delete_key"))
 
+    def delete_keys(self, keys: Sequence[str]) -> int:
+        return self._store.delete_keys(self._full(keys, "delete_keys"))
+
     def num_keys(self) -> int:
         return len(self.list_keys())
 

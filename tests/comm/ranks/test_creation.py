@@ -478,3 +478,23 @@ def test_a_second_group_of_a_name_in_one_store_has_keys_of_its_own():
     for _ in range(2):
         with ThreadPoolExecutor(2) as pool:
             assert False in pool.map(create, range(2))  # the first one to ask finds nothing
+
+
+def test_the_last_of_256_ranks_to_leave_removes_the_keys_in_one_request():
+    """It leaves, lists the keys and removes them; the others only leave."""
+    shared, size = HashStore(), 256
+    stores = [CountingStore(shared) for _ in range(size)]
+    member = RendezvousMember(0, size, myself(), "", own_build())
+    world = _world_of([replace(member, rank=rank) for rank in range(size)], shared)
+    joined = world.rendezvous
+    assert joined is not None
+    spec = GroupSpec(name="a", global_ranks=tuple(range(size)), backend="fake", timeout=LONG)
+    with ThreadPoolExecutor(size) as pool:
+        make = lambda r: create_groups(world, stores[r], r, [spec])[0]  # noqa: E731
+        groups = list(pool.map(make, range(size)))
+    before = [store.num_requests for store in stores]
+    for group in groups:
+        creation.forget_keys(group, joined)
+    after = [store.num_requests for store in stores]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1] * (size - 1) + [3]
+    assert shared.list_keys() == []
