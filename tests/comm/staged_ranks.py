@@ -30,9 +30,9 @@ def _module() -> Any:
 def conformance(backend: str, subjects: tuple[str, ...], skip: tuple[str, ...]) -> Ran:
     """Run the cases of some subjects with tensors of the accelerator; over hybrid, on two hosts."""
     accelerator.install()
-    if backend == "hybrid":
+    if backend.startswith("cpu:hybrid"):
         os.environ["DURE_HOST_ID"] = os.environ["RANK"]
-    dist.init_process_group(f"cpu:{backend},sim:{backend}")
+    dist.init_process_group(backend)
     ran = _run(dist.get_rank(), subjects, skip)
     dist.destroy_process_group()
     return ran

@@ -38,7 +38,8 @@ def test_backend_keeps_the_contract(backend: str):
     if backend == "threads":
         (ran,) = dist.spawn(staged_ranks.conformance_of_threads, 1, (SUBJECTS, skip))
     else:
-        ran = dist.spawn(staged_ranks.conformance, 2, (backend, SUBJECTS, skip))
+        by_device = f"cpu:{backend},sim:{backend}"
+        ran = dist.spawn(staged_ranks.conformance, 2, (by_device, SUBJECTS, skip))
     for subject in SUBJECTS:
         suite.check([cases[subject] for cases in ran], subject, skip)
 

@@ -40,7 +40,7 @@ from dure.store.base import Store
 from dure.store.interfaces import chosen_address
 from dure.store.wire import encode
 
-__all__ = ["EngineCalls", "GlooOpening", "create_gloo", "create_nccl"]
+__all__ = ["ENGINE_OPS", "EngineCalls", "GlooOpening", "connect_nccl", "create_gloo", "create_nccl"]
 
 Engine = Any  # torch's Backend, whose stub leaves the collectives out
 _POISON = timedelta(milliseconds=1)
@@ -50,10 +50,11 @@ _ADDRESS = "engine/address"
 _UNCONNECTED = "engine/unconnected"
 """Set by the first rank that could not connect, so that the others stop waiting."""
 _OF_A_PEER = (CommTimeout, PeerLost)
-_OPS = {
+ENGINE_OPS = {
     name: getattr(c10d.ReduceOp, name)
     for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
 }
+"""Torch's reductions by name."""
 
 
 class EngineCalls:
@@ -84,19 +85,19 @@ class EngineCalls:
     def all_reduce(self, wire: torch.Tensor, op: str) -> EngineWork:
         """Reduce in place."""
         options = c10d.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = ENGINE_OPS[op]
         return self._engine.allreduce([wire], options)
 
     def reduce(self, wire: torch.Tensor, op: str, dst: int) -> EngineWork:
         """Reduce in place on `dst`; elsewhere `wire` is scratch memory."""
         options = c10d.ReduceOptions()
-        options.reduceOp, options.rootRank = _OPS[op], dst
+        options.reduceOp, options.rootRank = ENGINE_OPS[op], dst
         return self._engine.reduce([wire], options)
 
     def reduce_scatter(self, output: torch.Tensor, wire: torch.Tensor, op: str) -> EngineWork:
         """Reduce `wire` [n*k]; rank i's part goes to `output` [k]."""
         options = c10d.ReduceScatterOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = ENGINE_OPS[op]
         return self._engine._reduce_scatter_base(output, wire, options)
 
     def broadcast(self, wire: torch.Tensor, src: int) -> EngineWork:
@@ -179,15 +180,21 @@ class _Gloo(EngineCalls):
 class _Nccl(EngineCalls):
     """NCCL's particulars."""
 
-    name = "nccl"
-    device_types = frozenset({"cuda"})
     in_stream, bitwise, any_source, native_floats = True, False, False, True
     reduce_scatters = True
 
-    def __init__(self, engine: Engine, options: BackendOptions, store: _StoreBridge) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        device_type: str,
+        options: BackendOptions,
+        store: _StoreBridge,
+    ) -> None:
         super().__init__(engine, options)
+        self.name, self.device_types = name, frozenset({device_type})
         self._store = store  # see `_StoreBridge`
-        self._device = options.device_id or torch.device("cuda")
+        self._device = options.device_id or torch.device(device_type)
 
     def barrier(self) -> EngineWork:
         return self._engine.allreduce([torch.zeros(1, dtype=torch.uint8, device=self._device)])
@@ -443,10 +450,29 @@ def create_nccl(options: BackendOptions) -> EngineGroup:
         torch.cuda.set_device(options.device_id)
     given = options.pg_options
     settings = given if isinstance(given, cls.Options) else cls.Options()
-    settings._timeout = options.timeout  # pyright: ignore[reportAttributeAccessIssue]
+    return connect_nccl(cls, settings, options, "nccl", "cuda")
+
+
+def connect_nccl(
+    cls: Any, settings: Any, options: BackendOptions, name: str, device_type: str
+) -> EngineGroup:
+    """Make a group of torch's class for NCCL, or of another class with its methods.
+
+    Args:
+        cls: `ProcessGroupNCCL`, or the simulated accelerator's.
+        settings: Its options.
+        options: Of the group.
+        name: Of the backend.
+        device_type: The devices whose tensors it takes.
+
+    Raises:
+        CommError: A rank did not call, or could not be connected to.
+    """
+    settings._timeout = options.timeout
     store = _StoreBridge(options.store)
     make = lambda: cls(store, options.rank, options.size, settings)  # noqa: E731
-    return EngineGroup(_Nccl(_connect("nccl", make, options), options, store), options)
+    engine = _connect(name, make, options)
+    return EngineGroup(_Nccl(engine, name, device_type, options, store), options)
 
 
 def _connect(name: str, make: Callable[[], Engine], options: BackendOptions) -> Engine:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch.utils import backend_registration
 
+from dure.comm.backends.registry import register_backend
 from dure.errors import UsageError
 from dure.testing.accelerator import operators, streams
 from dure.testing.accelerator.device_module import DeviceModule
 from dure.testing.accelerator.memory import NAME, loaded
+from dure.testing.accelerator.nccl import BACKEND, create_simulated_nccl
 from dure.testing.accelerator.streams import Event, Stream
 
 __all__ = ["Event", "Stream", "install"]
@@ -22,7 +24,8 @@ def install(seed: int | None = None) -> None:
     Work on the device is queued, and runs when the host or another stream waits for it. A program
     that lacks a wait or an event reads garbage (NaN, or -1), or what another stream has
     overwritten, at each run. Streams, events and the rest are those of
-    ``torch.get_device_module("sim")``, as of `torch.cuda`.
+    ``torch.get_device_module("sim")``, as of `torch.cuda`. Groups serve its tensors by way of the
+    host ("cpu:shm,sim:shm"), or by a simulated NCCL ("cpu:shm,sim:simulated_nccl").
 
     Args:
         seed: Draws the order in which work of several streams runs. None: all work is as late as
@@ -59,4 +62,5 @@ def install(seed: int | None = None) -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, module)  # pyright: ignore
     torch.serialization.register_package(0, lambda storage: None, loaded)  # pyright: ignore
     operators.register()
+    register_backend(BACKEND, create_simulated_nccl, (NAME,))
     _installed.append(module)

@@ -7,38 +7,60 @@ for it. A seed draws the work that runs next:
 * with one, other streams' work may run before it, and work may run as soon as it is queued.
 
 Each order is one that a real device may choose. Events are places in a stream's queue.
+
+*Other processes.* Work may wait for other ranks (`Remote`): collectives of the simulated NCCL. It
+runs when the host waits for it and they have sent what it needs. They may need something of this
+rank in turn, which its queued work sends: that work is *demanded*. It runs
+
+* while the host waits for other ranks, here;
+* or while the host waits for something else, as a device continues while the host sleeps: a thread
+  notices that the threads that queue work have hardly used a core for a while.
+
+So work is not earlier than some rank's host needs it. Work that waits for other ranks runs early,
+with a seed, only if they have sent their part.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore
 
 __all__ = [
     "Event",
+    "Remote",
     "Stream",
     "current_stream",
     "default_stream",
     "draw_order",
+    "news",
+    "serve_demands_of",
     "synchronize_all",
     "use_stream",
+    "wait_for",
 ]
 
 _EARLY = 0.4
 """With a seed: how likely another piece of work runs before the one that is queued or needed."""
 _DEVICE_TYPE = 20
 """Of PrivateUse1, among torch's numbers of device types."""
+_LOOK_S = 0.2
+"""How often a host that waits for other ranks looks whether they can still come."""
+_IDLE_S = 0.03
+"""Threads that hardly use a core for so long wait for something."""
 
-_lock = threading.RLock()
+news = threading.Condition(threading.RLock())
+"""The lock of all streams; notified when other ranks have sent something."""
 _numbers = itertools.count()
 _threads = threading.local()
 _streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
@@ -47,16 +69,36 @@ _pending: dict[Stream, None] = {}
 _order: random.Random | None = None
 
 
+class Remote(Protocol):
+    """What work needs of other ranks."""
+
+    def has_arrived(self) -> bool:
+        """Return whether they have sent it, or never will."""
+        ...
+
+    def look(self) -> None:
+        """Find out whether they can still send it; called while the host waits."""
+        ...
+
+
 class _Work(NamedTuple):
-    """One piece of work: what to run, and the place in another stream that must be reached."""
+    """One piece of work: what to run, and what must have happened before.
+
+    The place in another stream is reached, and other ranks have sent something.
+    """
 
     run: Callable[[], object] | None
     stream: Stream | None = None
     place: int = 0
+    remote: Remote | None = None
+
+    @property
+    def is_reached(self) -> bool:
+        return self.stream is None or self.stream.num_run >= self.place
 
     @property
     def is_ready(self) -> bool:
-        return self.stream is None or self.stream.num_run >= self.place
+        return self.is_reached and (self.remote is None or self.remote.has_arrived())
 
 
 class _FreedMemory(NamedTuple):
@@ -103,6 +145,11 @@ class Event:
         if self._stream is not None:
             self._stream.run_to(self._place)
 
+    def advance(self) -> None:
+        """Run the work before the place, as far as other ranks have sent what it needs."""
+        if self._stream is not None:
+            self._stream.advance(self._place)
+
 
 class Stream(torch.Stream):
     """Work that runs in order, when it is waited for.
@@ -129,11 +176,18 @@ class Stream(torch.Stream):
         _streams[self.stream_id] = self
 
     def add(
-        self, run: Callable[[], object] | None, after: Stream | None = None, place: int = 0
+        self,
+        run: Callable[[], object] | None,
+        after: Stream | None = None,
+        place: int = 0,
+        remote: Remote | None = None,
     ) -> None:
-        """Queue work; it runs after the place in `after`, if one is given."""
-        with _lock:
-            self._append(_Work(run, after, place))
+        """Queue work; it runs after the place in `after`, and what `remote` says, if given."""
+        if not getattr(_threads, "is_known", False):
+            _threads.is_known = True
+            _hosts.add(threading.get_native_id())
+        with news:
+            self._append(_Work(run, after, place, remote))
             if _order is not None:
                 _run_some(_order)
 
@@ -153,7 +207,7 @@ class Stream(torch.Stream):
 
     def allocate(self) -> None:
         """Overwrite what was freed, as if it were given to a tensor that is allocated now."""
-        with _lock:
+        with news:
             while self._freed:
                 freed = self._freed.popleft()
                 for stream, place in freed.places:
@@ -166,9 +220,12 @@ class Stream(torch.Stream):
         return bool(self._queue) and self._queue[0].is_ready
 
     def needed(self) -> Stream:
-        """Return the stream whose work must run next so that this one's can."""
+        """Return the stream whose work must run next so that this one's can.
+
+        That work may still wait for other ranks.
+        """
         stream = self
-        while not stream._queue[0].is_ready:
+        while not stream._queue[0].is_reached:
             after = stream._queue[0].stream
             assert after is not None
             stream = after
@@ -187,12 +244,39 @@ class Stream(torch.Stream):
 
     def run_to(self, place: int) -> None:
         """Run work of this stream, and what it waits for, until `place` is reached."""
-        with _lock, _outside_of_the_program():
+        with news, _outside_of_the_program():
             while self.num_run < place:
                 stream = self.needed()
-                if _order is not None and _order.random() < _EARLY:
-                    stream = _order.choice(_ready())
+                if _order is not None and _order.random() < _EARLY and (ready := _ready()):
+                    stream = _order.choice(ready)
+                stream.run_or_wait()
+            _raise_failure()
+
+    def run_or_wait(self) -> None:
+        """Run one piece of work; if other ranks have not sent what it needs, wait for them."""
+        if self.is_ready:
+            self.run_next()
+        elif not _serve_one():
+            self._look()
+            if not self.is_ready:
+                news.wait(_LOOK_S)
+
+    def _look(self) -> None:
+        """Find out whether other ranks can still send what the next work needs."""
+        remote = self._queue[0].remote
+        assert remote is not None
+        remote.look()
+
+    def advance(self, place: int) -> bool:
+        """Run work up to `place`, but do not wait for other ranks; return whether it is reached."""
+        with news, _outside_of_the_program():
+            while self.num_run < place:
+                stream = self.needed()
+                if not stream.is_ready:
+                    stream._look()
+                    return False
                 stream.run_next()
+        return True
 
     # ---------------------------------------------------------------- as torch.cuda.Stream
 
@@ -277,15 +361,119 @@ def stream_of(number: int) -> Stream:
 
 def synchronize_all() -> None:
     """Block the host until all work of all streams has run."""
-    with _lock, _outside_of_the_program():
+    with news, _outside_of_the_program():
         while _pending:
             stream = next(iter(_pending)).needed()
-            if _order is not None:
-                stream = _order.choice(_ready())
-            stream.run_next()
+            if _order is not None and (ready := _ready()):
+                stream = _order.choice(ready)
+            stream.run_or_wait()
+        _raise_failure()
 
 
 def draw_order(seed: int | None) -> None:
     """Choose the order in which work runs; see the module's text."""
     global _order
     _order = None if seed is None else random.Random(seed)
+
+
+# ---------------------------------------------------------------- other ranks
+
+
+class _Demands(Protocol):
+    """Work in a stream that other ranks need."""
+
+    stream: Stream
+
+    def demanded_place(self) -> int:
+        """Return the place up to which others need the stream's work; 0: nothing."""
+        ...
+
+
+_hosts: set[int] = set()
+"""Ids, of the system, of the threads that have queued work."""
+_served: weakref.WeakSet[_Demands] = weakref.WeakSet()
+_is_serving = False
+_failure: list[BaseException] = []
+"""An error of work that ran while no host waited; the next wait raises it."""
+
+
+def serve_demands_of(demands: _Demands) -> None:
+    """Run from now on the work that `demands` names."""
+    global _is_serving
+    with news:
+        if not _is_serving:
+            threading.Thread(target=_serve_idle_host, name="dure-sim", daemon=True).start()
+            _is_serving = True
+        _served.add(demands)
+
+
+def wait_for(remote: Remote) -> None:
+    """Block the host until other ranks have sent something."""
+    with news, _outside_of_the_program():
+        while not remote.has_arrived():
+            if not _serve_one():
+                remote.look()
+                news.wait(_LOOK_S)
+
+
+def _demanded() -> Stream | None:
+    """Return a stream whose next work is demanded, directly or by such work, and may run."""
+    for demands in [*_served]:
+        if demands.stream.num_run < demands.demanded_place():
+            stream = demands.stream.needed()
+            if stream.is_ready:
+                return stream
+    return None
+
+
+def _serve_one() -> bool:
+    """Run one piece of demanded work; return whether there was one."""
+    stream = _demanded()
+    if stream is not None:
+        stream.run_next()
+    return stream is not None
+
+
+def _serve_idle_host() -> None:
+    """Run demanded work while the host waits for something else."""
+    while True:
+        with news:
+            while _demanded() is None:
+                news.wait()
+        if not _host_is_idle():
+            continue
+        with news, _outside_of_the_program():
+            try:
+                while _serve_one():
+                    pass
+            except BaseException as error:
+                _failure.append(error)
+
+
+def _raise_failure() -> None:
+    if _failure:
+        raise _failure.pop()
+
+
+def _host_is_idle() -> bool:
+    """Return whether, for a while, no thread that queues work has wanted a core.
+
+    A thread that waits may wake now and then.
+    """
+    with news:
+        before = {thread: _core_use_of(thread) for thread in _hosts}
+    time.sleep(_IDLE_S)
+    used = [_core_use_of(thread) - earlier for thread, earlier in before.items()]
+    return all(0 <= seconds < _IDLE_S / 20 for seconds in used)  # not if one of them is infinite
+
+
+def _core_use_of(thread: int) -> float:
+    """Return a thread's core time in seconds; infinite if it runs, or waits for a core."""
+    try:
+        with open(f"/proc/self/task/{thread}/stat", encoding="ascii") as file:
+            if file.read().rpartition(")")[2].split()[0] == "R":
+                return math.inf
+        with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[0]) * 1e-9
+    except OSError:  # it has ended, or this system has no such files
+        return 0.0

@@ -77,7 +77,7 @@ class EngineGroup:
         self._reduce_scatters = engine.reduce_scatters
         # Two ranks: see `_swap`. NCCL's all_gather copies nothing, so an exchange gains nothing.
         self._swaps = options.size == 2 and not engine.in_stream
-        self._device = options.device_id or torch.device("cuda")  # only where `in_stream`
+        self._device = options.device_id or torch.device(*engine.device_types)  # if `in_stream`
         # Held while a batch is started, so that calls of other threads are not added to it.
         self._calls = threading.RLock() if engine.in_stream else nullcontext()
         self._batch: BatchedWork | None = None

@@ -8,7 +8,7 @@ import pytest
 
 import dure as dist
 from dure.errors import LaunchError
-from tests.testing import accelerator_program as program
+from tests.testing.accelerator import program
 
 CASES = [name.removeprefix("case_") for name in vars(program) if name.startswith("case_")]
 

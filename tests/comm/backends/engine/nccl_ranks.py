@@ -1,0 +1,144 @@
+"""What two ranks do in the tests of groups over NCCL, on the simulated one (issue G1 to G3)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+import dure as dist
+from dure.testing.accelerator import Stream
+from tests.testing.accelerator import simulated_ranks
+from tests.testing.accelerator.simulated_ranks import host_values, late
+from tests.waiting import PATIENCE_S
+
+MANY = 1 << 16
+
+
+def run(names: list[str]) -> dict[str, str]:
+    """Run the cases below on this rank; return its errors."""
+    from tests.comm.backends.engine import nccl_ranks
+
+    return simulated_ranks.run(nccl_ranks, names)
+
+
+def _read_in(stream: Stream, tensor: Any) -> list[float]:
+    """Return what a stream reads; the host waits for this stream only."""
+    with stream:
+        copy = tensor.clone()
+    stream.synchronize()
+    return host_values(copy)
+
+
+def case_a_batch_in_both_directions_is_one_launch(rank: int, size: int) -> None:
+    """Both ranks send first."""
+    received, peer = torch.empty(MANY, device="sim"), 1 - rank
+    send = dist.P2POp(dist.isend, late(rank + 1.0, MANY), peer)
+    receive = dist.P2POp(dist.irecv, received, peer)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    assert received.sum().item() == (peer + 1.0) * MANY
+
+
+def case_a_batch_is_waited_for_as_one(rank: int, size: int) -> None:
+    """The wait for the receive alone."""
+    received, peer = torch.empty(3, device="sim"), 1 - rank
+    send = dist.P2POp(dist.isend, late(rank + 1.0), peer)
+    receive = dist.P2POp(dist.irecv, received, peer)
+    works = dist.batch_isend_irecv([receive, send])
+    works[0].wait()
+    assert received.clone().tolist() == [peer + 1.0] * 3
+    works[1].wait()
+
+
+def case_the_first_wait_orders_its_stream(rank: int, size: int) -> None:
+    t = late(rank + 1.0)
+    dist.all_reduce(t)
+    assert (t + 0).tolist() == [3.0] * 3
+
+
+def case_every_wait_orders_its_stream(rank: int, size: int) -> None:
+    """Whichever is read first."""
+    for number in range(3):
+        streams, t = [Stream() for _ in range(3)], late(rank + 1.0)
+        work = dist.all_reduce(t, async_op=True)
+        for stream in streams:
+            with stream:
+                work.wait()
+        assert _read_in(streams[number], t) == [3.0] * 3
+
+
+def case_every_wait_for_several_works_orders_its_stream(rank: int, size: int) -> None:
+    tensors, side = [late(rank + 1.0), late(rank + 3.0)], Stream()
+    work = dist.all_reduce_coalesced(tensors, async_op=True)
+    assert work is not None
+    work.wait()
+    with side:
+        work.wait()
+    assert [_read_in(side, t) for t in tensors] == [[3.0] * 3, [7.0] * 3]
+
+
+def case_results_that_are_copied_are_ordered_too(rank: int, size: int) -> None:
+    """The first wait copies the result out of memory of the engine."""
+    gathered, side = [torch.empty(3, device="sim") for _ in range(2)], Stream()
+    work = dist.all_gather(gathered, late(rank + 1.0), async_op=True)
+    first = Stream()
+    with first:
+        work.wait()
+    with side:
+        work.wait()
+    assert [_read_in(side, t) for t in gathered] == [[1.0] * 3, [2.0] * 3]
+
+
+def case_inputs_are_those_of_the_calling_stream(rank: int, size: int) -> None:
+    """Which has still to write them, when another stream waits for the result."""
+    side = Stream()
+    with side:
+        t = late(rank + 1.0)
+        work = dist.all_reduce(t, async_op=True)
+    assert work is not None
+    work.wait()
+    assert (t + 0).tolist() == [3.0] * 3
+
+
+def case_a_receive_that_has_ended_has_run(rank: int, size: int) -> None:
+    """So that a stream may read it that does not wait."""
+    peer, received = 1 - rank, torch.empty(3, device="sim")
+    send = dist.P2POp(dist.isend, late(rank + 1.0), peer)
+    works = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, peer)])
+    until = time.monotonic() + PATIENCE_S
+    while not works[1].is_completed():
+        assert time.monotonic() < until
+    assert host_values(received) == [peer + 1.0] * 3
+    works[0].wait()
+
+
+def case_a_wait_with_a_limit_orders_the_callers_stream(rank: int, size: int) -> None:
+    """For a single message, whose end is asked for in the meantime."""
+    side, t = Stream(), late(rank + 1.0)
+    side.wait_stream(torch.get_device_module("sim").current_stream())
+    with side:
+        work = dist.isend(t, 1) if rank == 0 else dist.irecv(t, 0)
+        work.wait(PATIENCE_S)
+        copy = t.clone()
+    side.synchronize()
+    assert host_values(copy) == [1.0] * 3
+
+
+def case_a_barrier_waits_for_work_of_the_current_stream(rank: int, size: int) -> None:
+    t: Any = late(rank + 1.0)
+    group: Any = dist.group.WORLD
+    dist.all_reduce(t)
+    from dure.comm.call import Call
+
+    group._backends["sim"].run(Call(op="barrier"), False)
+    assert host_values(t) == [3.0] * 3
+
+
+def case_what_was_waited_for_ends_before_the_group(rank: int, size: int) -> None:
+    group = dist.new_group([0, 1])
+    t = late(rank + 1.0)
+    dist.all_reduce(t, group=group)
+    dist.destroy_process_group(group)
+    assert t.tolist() == [3.0] * 3

@@ -1,0 +1,58 @@
+"""What ranks do in tests of the simulated NCCL: cases, each in a group of its own."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import dure as dist
+from dure.testing import accelerator
+
+BACKEND = "cpu:shm,sim:simulated_nccl"
+
+
+def cases_of(module: ModuleType) -> list[str]:
+    """Return the names of a module's cases, in the order of the source."""
+    return [name.removeprefix("case_") for name in vars(module) if name.startswith("case_")]
+
+
+def chosen(request: pytest.FixtureRequest, cases: Sequence[str]) -> list[str]:
+    """Return those of a module's cases that this run of pytest tests."""
+    items = [getattr(item, "callspec", None) for item in request.session.items]
+    named = {each.params.get("case") for each in items if each is not None}
+    return [case for case in cases if case in named]
+
+
+def run(module: ModuleType, names: Sequence[str]) -> dict[str, str]:
+    """Run cases of a module, as ``case(rank, size)``; return this rank's errors."""
+    errors: dict[str, str] = {}
+    for name in names:
+        accelerator.install()
+        dist.init_process_group(BACKEND)
+        try:
+            getattr(module, f"case_{name}")(dist.get_rank(), dist.get_world_size())
+            errors[name] = ""
+        except BaseException:
+            errors[name] = traceback.format_exc()
+        try:
+            dist.destroy_process_group()
+        except BaseException:
+            errors[name] += traceback.format_exc()
+    return errors
+
+
+def late(values: float, numel: int = 3) -> Any:
+    """Return a tensor whose values the current stream has still to write."""
+    return torch.empty(numel, device="sim").fill_(values)
+
+
+def host_values(tensor: Any) -> list[float]:
+    """Return the values that a tensor has now, without waiting for any stream."""
+    from dure.testing.accelerator.memory import on_host
+
+    return on_host(tensor).tolist()
