@@ -2,30 +2,32 @@
 
 Every rank has a row of 990 tensors, and a copy of 10 more. The messages of one rank are made and
 measured as in a save; those of the other ranks differ from them in the numbers of rows only. Rank 0
-divides what all have and makes the text of the manifest. No file is written.
+divides what all have and makes the text of the manifest, of which a rank finds its own slices. The
+manifest alone is written.
 """
 
 from __future__ import annotations
 
 import pickle
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 from counting import resident_mb
 
-from dure.checkpoint.catalog import Manifest, sealed
+from dure.checkpoint.catalog import NAME, Manifest, catalog_of, sealed
 from dure.checkpoint.planning import (
     Description,
     Known,
     Offer,
-    Written,
     described,
     digest_of,
     parts_of,
 )
 from dure.checkpoint.replicas import ALIKE, MARKED
-from dure.checkpoint.slice_files import FileLayout, TensorKind
+from dure.checkpoint.slice_files import FileLayout, FileRecord, TensorKind
 from dure.checkpoint.slices import Box
 from dure.checkpoint.tree import tensor_node
 
@@ -66,37 +68,52 @@ def measure(ranks: int) -> dict[str, float]:
     division, _ = known.division(keys, sent, [marks] * ranks)
     planned_s = time.perf_counter() - began
     counts = [len(positions) for positions in division.positions]
-    written = [Written(256 * count, bytes(4 * count)) for count in counts]
+    written = {r: FileRecord(256 * n, 100 * n, r) for r, n in enumerate(counts)}
     tree = {f"layers.{n}.weight": tensor_node(f"layers.{n}.weight") for n in range(NUM_ROWS)}
     began = time.perf_counter()
-    files = {f"part-000001-{rank:05d}.safetensors": it.num_bytes for rank, it in enumerate(written)}
-    text = sealed(Manifest(tree, division.texts(written, 1), files))
+    text = sealed(Manifest(tree, 1, written, division.text))
     written_s = time.perf_counter() - began
     rank = ranks - 1
+    header, own_ms = planned(rank, ranks, division.positions[rank].tolist())
     up = (keys[rank], marks, sent[rank], written[rank])
     down = lacks[rank], division.positions[rank].astype(np.int32)
     return {
-        "one rank plans, ms": own_ms(rank, ranks, division.positions[rank].tolist()),
+        "one rank plans, ms": own_ms,
         "one rank sends, bytes": len(pickle.dumps(up)),
         "one rank receives, bytes": len(pickle.dumps(down)),
         "most slices of a rank": max(counts),
         "fewest slices of a rank": min(counts),
         "rank 0 plans, s": planned_s,
         "rank 0 makes the manifest, s": written_s,
-        "manifest, MB": len(text) / 1e6,
+        "MB of manifest": len(text) / 1e6,
+        "MB of all descriptions": (len(text) + header * ranks) / 1e6,
+        "bytes of the manifest that a rank reads for its own slices": len(text) + header,
+        "one rank finds its own slices, ms": found_ms(text, rank),
         "rank 0, resident MB": resident_mb(),
     }
 
 
-def own_ms(rank: int, ranks: int, positions: list[int]) -> float:
-    """Return how long a rank describes what it has, and lays out its file."""
-    offer, times = offer_of(rank, ranks), list[float]()
+def planned(rank: int, ranks: int, positions: list[int]) -> tuple[int, float]:
+    """Return the length of a rank's header, and how long it describes and lays out what it has."""
+    offer, times, length = offer_of(rank, ranks), list[float](), 0
     kinds = {name: kind for name, (kind, _, _) in offer.items()}
     for _ in range(_REPEATS):
         began = time.perf_counter()
         for data in described(offer):
             digest_of(data)
         parts = parts_of(offer)
-        FileLayout.of([parts[position] for position in positions], kinds)
+        layout = FileLayout.summed([parts[position] for position in positions], kinds)
         times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
+        length = len(layout.header)
+    return length, statistics.median(times)
+
+
+def found_ms(text: bytearray, rank: int) -> float:
+    """Return how long a rank reads the manifest, and finds in it a row of each of the tensors."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / NAME).write_bytes(text)
+        began = time.perf_counter()
+        catalog, row = catalog_of(Path(folder)), Box((rank, 0), (1, 64))
+        for name in catalog.tree:
+            assert [stored.file for _, stored, _ in catalog.cut(name).meeting(row)] == [rank]
+        return 1e3 * (time.perf_counter() - began)

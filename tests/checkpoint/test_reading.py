@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 from collections.abc import Iterator
@@ -13,15 +14,15 @@ import pytest
 import torch
 
 from dure.checkpoint import Checkpointer, consolidate, load, save
-from dure.checkpoint.catalog import Catalog, Stored, catalog_of, publish
+from dure.checkpoint.catalog import Manifest, catalog_of, publish
 from dure.checkpoint.format_utils import dcp_to_torch_save
 from dure.checkpoint.reading import Mapped, faults
-from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind, write_slices
+from dure.checkpoint.slice_files import FileLayout, FileRecord, Slice, TensorKind, write_slices
 from dure.checkpoint.slices import Box
 from dure.checkpoint.tree import tensor_node
 from dure.comm.checksum import crc32c
 from dure.errors import CheckpointDamaged, CheckpointError
-from tests.checkpoint.manifests import write_manifest
+from tests.checkpoint.manifests import read_manifest, write_manifest
 from tests.checkpoint.small_runs import equal, small
 
 
@@ -48,8 +49,10 @@ def test_a_manifest_that_nobody_here_wrote_is_refused_and_the_older_one_taken(tm
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1, model=small())
     newest = checkpoints.save(2, model=small())
-    text = b'{"format": "dure checkpoint", "version": 3, "tensors": {}, "state": %b}'
-    write_manifest(newest, text % FOREIGN[kind])
+    fields = read_manifest(newest)
+    del fields["state"]
+    text = json.dumps(fields).encode()
+    write_manifest(newest, b'{"state": %b, %b' % (FOREIGN[kind], text[1:]))
     assert checkpoints.load(model=small()) == 1
     assert list(checkpoints.refused) == [str(newest)]
 
@@ -98,21 +101,22 @@ def test_file_that_becomes_shorter_while_it_is_checked_is_damaged(tmp_path):
     mapped.open_all()
     os.truncate(tmp_path / "part-000001-00000.safetensors", 4096)
     with pytest.raises(CheckpointDamaged, match="became shorter"):
-        mapped.check([Slice("w", Box((0,), (1 << 16,)))])
+        mapped.check(catalog_of(tmp_path).parts("w"))
 
 
 def _of_many_ranks(folder: Path, count: int) -> None:
     """Write a checkpoint of w = [0, 1, ...], one element per rank."""
     kinds = {"w": TensorKind("F32", (count,))}
-    slices: dict[str, dict[Box, Stored]] = {"w": {}}
-    layouts = {}
+    written = {}
     folder.mkdir()
     for rank in range(count):
         part, name = Slice("w", Box((rank,), (1,))), f"part-000001-{rank:05d}.safetensors"
-        layouts[name] = FileLayout.of([part], kinds)
-        (crc,) = write_slices(folder / name, layouts[name], {part: torch.tensor([float(rank)])})
-        slices["w"][part.box] = Stored(name, crc)
-    publish(folder, Catalog({"w": tensor_node("w")}, kinds, slices, layouts).manifest())
+        layout = FileLayout.summed([part], kinds)
+        written[rank] = write_slices(folder / name, layout, {part: torch.tensor([float(rank)])})
+    each, zeros, ones = [[0, 1, count]], [[0, 0, count]], [[1, 0, count]]
+    slices = {"offsets": [each], "sizes": [ones], "files": each, "begins": zeros, "places": zeros}
+    tensors = {"w": {"dtype": "F32", "shape": [count]} | slices}
+    publish(folder, Manifest({"w": tensor_node("w")}, 1, written, json.dumps(tensors)))
 
 
 @contextmanager
@@ -147,20 +151,29 @@ def _with_a_large_tensor(folder: Path) -> None:
     """Write a checkpoint of a small tensor, [0, 1, 2, 3], and of a large one, of zeros."""
     kinds = {"large": TensorKind("U8", (LARGE,)), "small": TensorKind("F32", (4,))}
     parts = {"large": Slice("large", Box((0,), (LARGE,))), "small": Slice("small", Box((0,), (4,)))}
-    name = "part-000001-00000.safetensors"
-    layout = FileLayout.of(parts.values(), kinds)
-    with (folder / name).open("wb") as file:
+    layout = FileLayout.summed(parts.values(), kinds)
+    numbers = torch.arange(4.0).numpy().tobytes()
+    header = layout.with_sums(b"%08x%08x" % (crc32c(memoryview(numbers)), _CRC_OF_ZEROS))
+    with (folder / "part-000001-00000.safetensors").open("wb") as file:
         file.truncate(layout.num_bytes)
-        file.write(layout.header)
+        file.write(header)
         file.seek(layout.begins[parts["small"]])
-        file.write(torch.arange(4.0).numpy().tobytes())
-    crc = crc32c(memoryview(torch.arange(4.0).numpy().tobytes()))
-    slices = {
-        "large": {parts["large"].box: Stored(name, _CRC_OF_ZEROS)},
-        "small": {parts["small"].box: Stored(name, crc)},
+        file.write(numbers)
+    tensors = {
+        name: {
+            "dtype": kind.dtype,
+            "shape": kind.shape,
+            "offsets": [[0]],
+            "sizes": [[kind.shape[0]]],
+            "files": [0],
+            "begins": [16 * (name == "large")],  # behind the small one, whose elements are larger
+            "places": [int(name == "large")],
+        }
+        for name, kind in kinds.items()
     }
     tree = {name: tensor_node(name) for name in kinds}
-    publish(folder, Catalog(tree, kinds, slices, {name: layout}).manifest())
+    record = FileRecord(layout.num_bytes, len(header), crc32c(header))
+    publish(folder, Manifest(tree, 1, {0: record}, json.dumps(tensors)))
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 `save` and `load` (`sharded`) have torch's names, and take DTensors of any mesh and placements into
 any other. Below them: `saving` and `restoring`; `background` (`async_save`) and `staging` (its
 copies); `tree` (state without pickle, and its names), `slices` (each rank's elements), `planning`
-(each rank's writes), `files`, `slice_files` and `catalog` (places in files), `reading` (all of it),
-`agreement` (all ranks or none), `weight_folder` (Hugging Face's). `planned` calls custom planners
-and storages (`planner`, `storage`), with the readers of `file_storages`.
+(each rank's writes), `files`, `slice_files`, `runs`, `contents` and `catalog` (places in files),
+`reading` (all of it), `agreement` (all ranks or none), `weight_folder` (Hugging Face's). `planned`
+calls custom planners and storages (`planner`, `storage`), with the readers of `file_storages`.
 
 `Checkpointer` saves a data-parallel run with them and resumes it (`resuming`). Besides: `folder`
 (names and the atomic commit), `objects` (modules, optimizers and the rest), `randomness`.

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the state without its tensors, and which slice of which lies where.
+"""The manifest of a checkpoint: the state without its tensors, and where the slices of each are.
 
 One JSON file. It is written last, and put in its place by one rename: that is the commit. Until
 then the manifest of the previous checkpoint is in place, with the files that it names, since every
@@ -11,16 +11,30 @@ Formats of the manifest. All that were ever released can be read, and the newest
 
     2   a line with the SHA-256 of the JSON text, then the text
     3   a JSON text whose first field is the SHA-256 of all bytes behind the digest
+    4   as 3; slices are columns of numbers, and their checksums are in the headers of their files
 
-    {"sha256": "5f0c...", "format": "dure checkpoint", "version": 3, "needs": "dure>=0.2",
-     "state": ..., "tensors": ...}
+    {"sha256": "5f0c...", "format": "dure checkpoint", "version": 4, "needs": "dure>=0.2",
+     "state": ...,
+     "files": {"save": 2, "ranks": [[0, 1, 256]], "bytes": [[4352, 0, 256]],
+               "headers": [[256, 0, 256]], "crc32c": "e0837cb1..."},
+     "tensors": {"w": {"dtype": "F32", "shape": [1024, 256],
+                       "offsets": [[[0, 4, 256]], [[0, 0, 256]]],
+                       "sizes": [[[4, 0, 256]], [[256, 0, 256]]], "files": [[0, 1, 256]],
+                       "begins": [[0, 0, 256]], "places": [[0, 0, 256]]}, ...}}
+
+Each column has one number per slice, or per file, as runs (`runs`): offsets and sizes by dimension,
+numbers of files, where slices begin behind their file's header, and which of its checksums is
+theirs (`slice_files`). "crc32c" has eight digits per file: the CRC-32C of its header. So a manifest
+of format 4 grows with the number of tensors, and by 8 bytes per rank, as long as slices are cut
+regularly. What grows with both, such as checksums, is in the files, of which a load reads only
+those that it needs.
 
 Format 1 was replaced before the first release. A later format begins with the same four fields, so
 that this release can find it undamaged, and names the releases that read it.
 
 A manifest is believed where it is consistent: slices are within their tensors, and each element is
-in exactly one. Their places in files follow from the contents of these (`slice_files.Layout`),
-and files are compared with that when they are opened.
+in exactly one. In formats 2 and 3 the places of slices follow from the contents of their files
+(`slice_files.FileLayout`). Files are compared with their manifest when they are opened.
 """
 
 from __future__ import annotations
@@ -29,23 +43,25 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, overload
 
-from dure.checkpoint.files import read_file, readable, too_new
+import numpy as np
+
+from dure.checkpoint.contents import Catalog, Columns, StoredFile, columns_of
+from dure.checkpoint.files import open_file, read_file, readable, too_new
 from dure.checkpoint.folder import Unflushed, check_link, flush, remove_hidden, replace_file
-from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
-from dure.checkpoint.slices import Box, fault_of_cover
-from dure.checkpoint.tree import Leaf, Named, decode, flatten
+from dure.checkpoint.runs import column_of, runs_of
+from dure.checkpoint.slice_files import FileLayout, FileRecord, Slice, TensorKind
+from dure.checkpoint.slices import Box
+from dure.checkpoint.tree import Named
 from dure.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotWritten,
-    CheckpointTooNew,
 )
 from dure.trace.plain_files import NotAFile, parse_json
 
@@ -53,81 +69,31 @@ __all__ = [
     "FORMAT",
     "NAME",
     "VERSION",
-    "Catalog",
+    "HeldManifest",
     "Manifest",
     "Published",
-    "Stored",
     "Unreadable",
     "catalog_of",
     "clear",
-    "leaves_of",
     "next_number",
     "not_shared",
     "part_name",
     "publish",
     "remove",
     "sealed",
-    "tensor_text",
 ]
 
 NAME = "manifest.json"
-FORMAT, VERSION, _NEEDS = "dure checkpoint", 3, "dure>=0.2"
-_OLDEST = 2
+FORMAT, VERSION, _NEEDS = "dure checkpoint", 4, "dure>=0.2"
+_OLDEST, _COLUMNS = 2, 4
+_FIELDS = ("offsets", "sizes", "files", "begins", "places")
+_HELD_BYTES = 1 << 16
 _HEAD, _DIGEST_BYTES = b'{"sha256": "', 64
 _PART = re.compile(r"part-(\d{6,})-(\d{5,})\.safetensors")
 
 
-class Stored(NamedTuple):
-    """Where a slice lies."""
-
-    file: str
-    crc32c: int | None
-    """None: not known."""
-
-
 class Unreadable(Exception):
     """A manifest cannot be used; the text says why. Never leaves this package."""
-
-
-@dataclass(frozen=True)
-class Catalog:
-    """What a checkpoint consists of."""
-
-    tree: Any
-    """The state as `tree.encode` makes it. In it are tensors' names, some maybe in two places."""
-    kinds: dict[str, TensorKind]
-    slices: dict[str, dict[Box, Stored]]
-    """Of each tensor; those without elements have none."""
-    layouts: dict[str, FileLayout]
-    """Of each file."""
-
-    @cached_property
-    def leaves(self) -> dict[str, Leaf]:
-        """Tensors, as `Named`, and values of the state by name."""
-        return leaves_of(self.tree)
-
-    def kind_of(self, name: str) -> TensorKind | None:
-        """Return what the leaf of that name is; None: no tensor, or not there."""
-        leaf = self.leaves.get(name)
-        return self.kinds[leaf.value] if leaf and isinstance(leaf.value, Named) else None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(
-            self.kinds[n].num_bytes(box) for n, boxes in self.slices.items() for box in boxes
-        )
-
-    def manifest(self) -> Manifest:
-        """Return what is written of it."""
-        files = {file: layout.num_bytes for file, layout in self.layouts.items()}
-        return Manifest(self.tree, map(self._text, self.kinds), files)
-
-    def _text(self, name: str) -> str:
-        kind, slices = self.kinds[name], self.slices[name]
-        columns = list(zip(*((*box.offsets, *box.sizes) for box in slices), strict=True))
-        files = [stored.file for stored in slices.values()]
-        return tensor_text(name, kind, columns, files, [s.crc32c for s in slices.values()])
 
 
 class Manifest(NamedTuple):
@@ -135,10 +101,18 @@ class Manifest(NamedTuple):
 
     tree: Any
     """As that of a `Catalog`."""
-    tensors: Iterable[str]
-    """What `tensor_text` returned for each tensor."""
-    files: Mapping[str, int]
-    """The length of each file."""
+    number: int
+    """Which save of the folder it is."""
+    written: Mapping[int, FileRecord]
+    """By rank, ascending: the file of each that has written one."""
+    tensors: str
+    """A JSON object: for each tensor, its kind and the columns of its slices."""
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The length of each file, by name."""
+        written = self.written.items()
+        return {part_name(self.number, rank): record.num_bytes for rank, record in written}
 
 
 class Published(NamedTuple):
@@ -148,34 +122,6 @@ class Published(NamedTuple):
     unflushed: Unflushed | None
     """The error of the last flush, if that failed: the manifest is in place, but a power failure
     may bring back the previous one, whose files are kept."""
-
-
-def tensor_text(
-    name: str,
-    kind: TensorKind,
-    columns: Sequence[Sequence[int]],
-    files: Sequence[str],
-    sums: Iterable[int | None],
-) -> str:
-    """Return the entry of a tensor in the manifest, as JSON.
-
-    Args:
-        name: The tensor's.
-        kind: The same.
-        columns: For each dimension, where each slice begins; then its size in each dimension.
-        files: The file of each slice.
-        sums: The CRC-32C of each slice.
-    """
-    numbers = ", ".join(["%d"] * len(kind.shape))
-    form = f'{{"offsets": [{numbers}], "sizes": [{numbers}], "file": "%s", "crc32c": %d}}'
-    slices = ", ".join(map(form.__mod__, zip(*columns, files, sums, strict=True)))
-    text = json.dumps({name: {"dtype": kind.dtype, "shape": kind.shape}})
-    return f'{text[1:-2]}, "slices": [{slices}]}}'
-
-
-def leaves_of(tree: Any) -> dict[str, Leaf]:
-    """Return the leaves of a state by name, tensors as `Named`; errors as `flatten`, `decode`."""
-    return flatten(decode(tree, Named))
 
 
 def part_name(number: int, rank: int) -> str:
@@ -209,7 +155,7 @@ def clear(folder: Path) -> None:
         if len(numbers) < 2:  # all files that a manifest names are of one save
             return
         try:
-            kept = catalog_of(folder).layouts
+            kept = dict.fromkeys(file.name for file in catalog_of(folder).files)
         except CheckpointError:
             return
     if numbers:
@@ -233,7 +179,8 @@ def publish(
         OSError: It cannot be written; the folder's checkpoint is the one before.
     """
     check()  # a job that has taken over may have removed the files
-    _check_seen(folder, manifest.files)
+    files = manifest.files
+    _check_seen(folder, files)
     text = sealed(manifest)
     digest = bytes(text[len(_HEAD) : len(_HEAD) + _DIGEST_BYTES])
     try:
@@ -241,7 +188,7 @@ def publish(
     except Unflushed as e:
         return Published(digest, e)
     with suppress(OSError):
-        remove(folder, keep=manifest.files)
+        remove(folder, keep=files)
     return Published(digest, None)
 
 
@@ -282,21 +229,73 @@ def remove(
                 (folder / name).unlink()
 
 
-def catalog_of(folder: Path, digest: bytes | None = None) -> Catalog:
+def catalog_of(folder: Path) -> Catalog:
     """Read the manifest of a folder and check that it is consistent. No other file is read.
-
-    Args:
-        folder: The folder.
-        digest: That of the manifest, if it must be a certain one.
 
     Raises:
         CheckpointDamaged: It is absent, not a file, damaged, not of Dure, or inconsistent.
         CheckpointTooNew: It is of a newer format.
         CheckpointError: It cannot be opened or read.
     """
+    with _refused(folder), readable(folder / NAME):
+        try:
+            content = read_file(folder / NAME)
+        except FileNotFoundError:
+            check_link(folder)
+            raise Unreadable(_why_none(folder)) from None
+        except NotAFile as e:
+            raise Unreadable(f"{NAME} cannot be read: {e.strerror}") from None
+        return _parsed(folder, content)
+
+
+class HeldManifest:
+    """The manifest that a save has written, which can be read after later saves have replaced it.
+
+    Up to 64 KiB are read at once. A longer file is kept open until this object is freed.
+
+    Args:
+        folder: The folder.
+        digest: That of the manifest.
+    """
+
+    def __init__(self, folder: Path, digest: bytes) -> None:
+        self._folder, self._digest = folder, digest
+        self._begin, self._descriptor = b"", None
+        with suppress(OSError):
+            descriptor = open_file(folder / NAME)
+            close = weakref.finalize(self, os.close, descriptor)
+            close.atexit = False
+            self._begin, self._descriptor = os.pread(descriptor, _HELD_BYTES, 0), descriptor
+            if len(self._begin) < _HELD_BYTES:
+                close()
+                self._descriptor = None
+
+    def catalog(self) -> Catalog:
+        """Return what the manifest has.
+
+        Raises:
+            CheckpointError: This rank did not see it when it was written, or it cannot be read now.
+        """
+        if not self._begin.startswith(_HEAD + self._digest):
+            raise CheckpointError(
+                "what was saved cannot be read",
+                path=str(self._folder),
+                seen=f"after the save {NAME} was not the one that was written: {self._folder}",
+                fix="Read the folder with FileSystemReader(folder).read_metadata().",
+            )
+        content = bytearray(self._begin)
+        with _refused(self._folder), readable(self._folder / NAME):
+            if self._descriptor is not None:
+                while data := os.pread(self._descriptor, 1 << 20, len(content)):
+                    content += data
+            return _parsed(self._folder, bytes(content))
+
+
+@contextmanager
+def _refused(folder: Path) -> Iterator[None]:
+    """Convert `Unreadable` to CheckpointDamaged."""
     try:
-        with readable(folder / NAME):
-            return _read(folder, digest)
+        yield
     except Unreadable as e:
         raise CheckpointDamaged(
             "the checkpoint cannot be used",
@@ -306,26 +305,13 @@ def catalog_of(folder: Path, digest: bytes | None = None) -> Catalog:
         ) from None
 
 
-def _read(folder: Path, digest: bytes | None) -> Catalog:
+def _parsed(folder: Path, content: bytes) -> Catalog:
     try:
-        content = read_file(folder / NAME)
-    except FileNotFoundError:
-        check_link(folder)
-        raise Unreadable(_why_none(folder)) from None
-    except NotAFile as e:
-        raise Unreadable(f"{NAME} cannot be read: {e.strerror}") from None
-    if digest is not None and not content.startswith(_HEAD + digest):
-        raise CheckpointError(
-            "a later save has replaced the checkpoint",
-            path=str(folder),
-            seen=f"{NAME} is another one than this save has written",
-            fix="Look at what save() returned before the next save into the folder.",
-        )
-    try:
-        fields = cast(dict[str, Any], parse_json(_unsealed(content)))
+        text, digest = _unsealed(content)
+        fields = cast(dict[str, Any], parse_json(text))
         _check_version(folder, fields)
-        return _catalog(fields)
-    except CheckpointTooNew:
+        return _catalog(folder, fields, digest)
+    except CheckpointError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as e:
         raise Unreadable(f"{NAME} has another form: {type(e).__name__}: {e}") from None
@@ -350,25 +336,32 @@ def _why_none(folder: Path) -> str:
 
 def sealed(manifest: Manifest) -> bytearray:
     """Return the text of a manifest, of the format that is written."""
+    written = manifest.written.values()
+    columns = [list(manifest.written), *([one[n] for one in written] for n in range(2))]
+    ranks, num_bytes, headers = (runs_of(np.array(column, np.int64)) for column in columns)
     fields = {
         "sha256": "0" * _DIGEST_BYTES,
         "format": FORMAT,
         "version": VERSION,
         "needs": _NEEDS,
         "state": manifest.tree,
+        "files": {
+            "save": manifest.number,
+            "ranks": ranks,
+            "bytes": num_bytes,
+            "headers": headers,
+            "crc32c": "".join([f"{record.header_crc32c:08x}" for record in written]),
+        },
     }
     text = bytearray(json.dumps(fields, allow_nan=False).encode()[:-1])
-    text += b', "tensors": {'
-    for number, tensor in enumerate(manifest.tensors):
-        text += f"{', ' if number else ''}{tensor}".encode()
-    text += b"}}"
+    text += b', "tensors": ' + manifest.tensors.encode() + b"}"
     end = len(_HEAD) + _DIGEST_BYTES
     text[len(_HEAD) : end] = _digest(memoryview(text)[end:])
     return text
 
 
-def _unsealed(content: bytes) -> bytes:
-    """Return the JSON text of a manifest of any format, whose checksum is right."""
+def _unsealed(content: bytes) -> tuple[bytes, bytes]:
+    """Return the JSON text of a manifest of any format, whose checksum is right; and that."""
     end = len(_HEAD) + _DIGEST_BYTES
     if content.startswith(_HEAD):
         digest, sealed, text = content[len(_HEAD) : end], memoryview(content)[end:], content
@@ -377,7 +370,7 @@ def _unsealed(content: bytes) -> bytes:
         sealed = memoryview(text)
     if digest != _digest(sealed):
         raise Unreadable(f"{NAME} is damaged, or not of Dure: its checksum is wrong")
-    return text
+    return text, digest
 
 
 def _digest(sealed: memoryview) -> bytes:
@@ -395,32 +388,89 @@ def _check_version(folder: Path, fields: dict[str, Any]) -> None:
         )
 
 
-def _catalog(fields: dict[str, Any]) -> Catalog:
-    kinds: dict[str, TensorKind] = {}
-    slices: dict[str, dict[Box, Stored]] = {}
-    parts: dict[str, list[Slice]] = {}
-    for name, tensor in cast(dict[str, dict[str, Any]], fields["tensors"]).items():
-        kinds[name] = _kind(name, tensor)
-        slices[name] = {}
-        boxes: list[Box] = []
-        for entry in cast(list[dict[str, Any]], tensor["slices"]):
-            offsets, sizes, crc32c = entry["offsets"], entry["sizes"], entry["crc32c"]
-            _numbers(name, [*offsets, *sizes, crc32c])
-            box = Box(tuple(offsets), tuple(sizes))
-            boxes.append(box)
-            slices[name][box] = stored = Stored(_file(name, entry["file"]), crc32c)
-            parts.setdefault(stored.file, []).append(Slice(name, box))
-        fault = fault_of_cover(kinds[name].shape, boxes)
-        if fault:
-            raise Unreadable(f"of {name!r}, {fault}")
-    layouts = {file: FileLayout.of(lying, kinds) for file, lying in parts.items()}
-    if not isinstance(fields["state"], dict):
+def _catalog(folder: Path, fields: dict[str, Any], digest: bytes) -> Catalog:
+    tensors, tree = cast(dict[str, dict[str, Any]], fields["tensors"]), fields["state"]
+    kinds = {name: _kind(name, tensor) for name, tensor in tensors.items()}
+    if not isinstance(tree, dict):
         raise Unreadable(f"{NAME} is of no state")
-    catalog = Catalog(fields["state"], kinds, slices, layouts)
+    if fields["version"] < _COLUMNS:
+        files, columns = _of_rows(kinds, tensors)
+        catalog = Catalog(folder, tree, kinds, files, columns, digest)
+        for name in kinds:
+            catalog.cut(name)
+    else:
+        found = {n: Columns(*(tensor[f] for f in _FIELDS)) for n, tensor in tensors.items()}
+        catalog = Catalog(folder, tree, kinds, _Files(fields["files"]), found, digest)
     for name, leaf in catalog.leaves.items():
         if isinstance(leaf.value, Named) and leaf.value not in kinds:
             raise Unreadable(f"{NAME} has no tensor {leaf.value!r}, which {name!r} is said to be")
     return catalog
+
+
+class _Files(Sequence[StoredFile]):
+    """The files of a manifest of format 4.
+
+    Raises:
+        ValueError: They are of another form.
+    """
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._save, self._sums = fields["save"], fields["crc32c"]
+        columns = [column_of(fields[name]) for name in ("ranks", "bytes", "headers")]
+        self._ranks, self._num_bytes, self._headers = columns
+        if type(self._save) is not int or self._save < 1:
+            raise ValueError(f"its files are of save {self._save!r:.60}")
+        if not re.fullmatch(r"([0-9a-f]{8})*", self._sums):
+            raise ValueError("the checksums of its files are not digits")
+        if {*map(len, columns)} != {len(self._sums) // 8}:
+            raise ValueError(f"its columns of files have {[*map(len, columns)]} rows")
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @overload
+    def __getitem__(self, at: int) -> StoredFile: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[StoredFile]: ...
+    def __getitem__(self, at: int | slice) -> StoredFile | list[StoredFile]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        if at not in range(len(self)):
+            raise IndexError(at)
+        crc = int(self._sums[8 * at : 8 * at + 8], 16)
+        record = FileRecord(self._num_bytes[at], self._headers[at], crc)
+        return StoredFile(part_name(self._save, self._ranks[at]), record)
+
+
+def _of_rows(
+    kinds: dict[str, TensorKind], tensors: dict[str, dict[str, Any]]
+) -> tuple[list[StoredFile], dict[str, Columns]]:
+    """Return files and columns of a manifest of format 2 or 3, which has an entry per slice."""
+    rows: dict[str, list[tuple[Slice, int]]] = {}
+    parts: dict[str, list[Slice]] = {}
+    placed: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        rows[name], placed[name] = [], []
+        for entry in cast(list[dict[str, Any]], tensor["slices"]):
+            offsets, sizes, crc32c = entry["offsets"], entry["sizes"], entry["crc32c"]
+            _numbers(name, [*offsets, *sizes, crc32c])
+            part, file = Slice(name, Box(tuple(offsets), tuple(sizes))), _file(name, entry["file"])
+            rows[name].append((part, crc32c))
+            placed[name].append(file)
+            parts.setdefault(file, []).append(part)
+    layouts = {file: FileLayout.of(found, kinds) for file, found in parts.items()}
+    numbers = {file: number for number, file in enumerate(layouts)}
+    columns: dict[str, Columns] = {}
+    for name, found in rows.items():
+        layouts_of = [layouts[file] for file in placed[name]]
+        begins = [
+            layout.begins[part] - len(layout.header)
+            for layout, (part, _) in zip(layouts_of, found, strict=True)
+        ]
+        files, sums = [numbers[file] for file in placed[name]], [crc for _, crc in found]
+        boxes, num_dims = [part.box for part, _ in found], len(kinds[name].shape)
+        columns[name] = columns_of(boxes, num_dims, files, begins, sums)
+    return [StoredFile(file, layout.record) for file, layout in layouts.items()], columns
 
 
 def _kind(name: str, tensor: dict[str, Any]) -> TensorKind:

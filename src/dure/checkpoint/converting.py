@@ -15,7 +15,8 @@ from typing import Any, Literal, cast
 import torch
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.catalog import NAME, Catalog, catalog_of, leaves_of
+from dure.checkpoint.catalog import NAME, catalog_of
+from dure.checkpoint.contents import Catalog, leaves_of
 from dure.checkpoint.format_utils import read_torch_file, write_torch_file
 from dure.checkpoint.metadata import TensorStorageMetadata
 from dure.checkpoint.objects import own_state
@@ -126,7 +127,7 @@ def _taken_from_catalog(folder: Path, catalog: Catalog) -> Taken:
         read_slices(folder, catalog, reads, 1)
         return tensor
 
-    offer: Offer = {n: (k, tuple(catalog.slices[n]), 0) for n, k in catalog.kinds.items()}
+    offer: Offer = {n: (k, tuple(catalog.cut(n).boxes()), 0) for n, k in catalog.kinds.items()}
     return Taken(offer, OnDemand(read), catalog.tree)
 
 

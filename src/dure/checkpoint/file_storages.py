@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from dure.checkpoint.catalog import Catalog, catalog_of
+from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.contents import Catalog
 from dure.checkpoint.metadata import Metadata, metadata_of
 from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, bytes_of_value
 from dure.checkpoint.restoring import Read, read_slices, reads_of, was_written
@@ -172,7 +173,7 @@ class FolderReader(StorageReader):
 
     def __init__(self, path: Where) -> None:
         self.path = absolute(path)
-        self.catalog = Catalog({}, {}, {}, {})
+        self.catalog = Catalog(Path(self.path), {}, {}, [], {})
 
     @abstractmethod
     def read_catalog(self, folder: Path) -> Catalog:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from dure.checkpoint.catalog import Catalog, catalog_of
+from dure.checkpoint.catalog import HeldManifest
+from dure.checkpoint.contents import Catalog
 
 __all__ = [
     "STATE_DICT_TYPE",
@@ -128,7 +129,7 @@ class Metadata:
     version: str | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Read the manifest, if that was left for later (`read_later`)."""
+        """Parse the manifest, if that was left for later (`read_later`)."""
         read = self.__dict__.get("_read")
         if read is None or name not in ("state_dict_metadata", "planner_data"):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
@@ -143,12 +144,12 @@ class Metadata:
 
 
 def read_later(folder: Path, digest: bytes) -> Metadata:
-    """Return what the manifest of that digest holds, to be read when it is looked at.
+    """Return what the manifest of that digest holds, to be parsed when it is looked at.
 
     So a rank that does not look at it does not hold what all ranks have saved.
     """
-    made = Metadata.__new__(Metadata)
-    made.__dict__["_read"] = lambda: metadata_of(catalog_of(folder, digest))
+    made, held = Metadata.__new__(Metadata), HeldManifest(folder, digest)
+    made.__dict__["_read"] = lambda: metadata_of(held.catalog())
     return made
 
 
@@ -162,7 +163,7 @@ def metadata_of(catalog: Catalog) -> Metadata:
             continue
         chunks = [
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in catalog.slices[leaf.value]
+            for box in catalog.cut(leaf.value).boxes()
         ]
         properties = TensorProperties(kind.torch_dtype)
         found[name] = TensorStorageMetadata(properties, torch.Size(kind.shape), chunks)

@@ -15,24 +15,27 @@ usually have what they had, and send digests only. The marks of tensors that sev
 are sent in each save, and compared (`replicas`).
 
 Cost: with n ranks of t tensors rank 0 takes O(n t log n) steps in arrays. The others take O(t).
+What rank 0 writes of it in the manifest are columns of runs (`runs`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from msgspec.msgpack import decode, encode
 
-from dure.checkpoint.catalog import part_name, tensor_text
 from dure.checkpoint.replicas import ALIKE, LOWEST, MARKED, different
+from dure.checkpoint.runs import Runs, runs_of
 from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
-from dure.checkpoint.slices import Box, fault_of_cover
+from dure.checkpoint.slices import Box, fault_of_boxes
 from dure.comm.group import ProcessGroup
 from dure.errors import CheckpointMismatch
 
@@ -42,7 +45,6 @@ __all__ = [
     "Known",
     "Offer",
     "Offers",
-    "Written",
     "described",
     "known_to",
     "marked_of",
@@ -338,13 +340,6 @@ def _distinct(block: Array) -> tuple[Array, Array]:
     return boxes, number.reshape(-1)
 
 
-class Written(NamedTuple):
-    """What a rank has written: the length of its file, and the checksums by position."""
-
-    num_bytes: int
-    sums: bytes
-
-
 class Division:
     """What each rank writes.
 
@@ -356,19 +351,14 @@ class Division:
 
     def __init__(self, offers: Offers, tensors: list[_SavedTensor], writers: list[Array]) -> None:
         self._tensors, self._writers = tensors, writers
-        ranks, positions, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)], list[Array]()
-        begin = 0
+        ranks, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for tensor, writer in zip(tensors, writers, strict=True):
             cls, position, _, number = tensor.rows
             chosen = np.flatnonzero(offers.class_of[writer][number] == cls)
             ranks.append(writer[number[chosen]])
             positions.append(position[chosen])
-            places.append(begin + number[chosen])
-            begin += len(writer)
         every, position = np.concatenate(ranks), np.concatenate(positions)
         order = np.lexsort((position, every))
-        self._places = np.concatenate([np.empty(0, np.int64), *places])[order]
-        """For each slice, by rank and position, its place among the boxes of all tensors."""
         ends = np.cumsum(np.bincount(every, minlength=offers.num_ranks))[:-1]
         self.positions = np.split(position[order], ends)
         """For each rank, the positions that it writes, ascending."""
@@ -387,19 +377,57 @@ class Division:
         kinds = self.kinds
         return [list(FileLayout.of(parts, kinds).begins) for parts in found]
 
-    def texts(self, written: Sequence[Written], number: int) -> Iterator[str]:
-        """Iterate over the tensors as the manifest of the folder's save of that number has them."""
-        sums = np.empty(len(self._places), np.uint32)
-        sums[self._places] = np.frombuffer(b"".join([one.sums for one in written]), np.uint32)
-        begin, names = 0, [part_name(number, rank) for rank in range(len(self.positions))]
-        for tensor, writer in zip(self._tensors, self._writers, strict=True):
-            order = np.argsort(writer, kind="stable")
-            end = begin + len(writer)
-            files = [names[rank] for rank in writer[order].tolist()]
-            columns = tensor.boxes[order].T.tolist()
-            crcs = sums[begin:end][order].tolist()
-            yield tensor_text(tensor.name, tensor.kind, columns, files, crcs)
-            begin = end
+    @cached_property
+    def text(self) -> str:
+        """The tensors as a manifest has them, as JSON; the same for each save of this division."""
+        # Slices are in a file in the order of `slice_files.FileLayout`: boxes are sorted already.
+        tensors = sorted(
+            zip(self._tensors, self._writers, strict=True),
+            key=lambda one: (-one[0].kind.torch_dtype.itemsize, one[0].name),
+        )
+        counts = np.array([len(writer) for _, writer in tensors], np.int64)
+        writers = np.concatenate([np.empty(0, np.int64), *(writer for _, writer in tensors)])
+        sizes = np.concatenate([np.empty(0, np.int64), *(t.num_bytes for t, _ in tensors)])
+        begins, places = _in_files(writers, sizes)
+        is_writing = np.bincount(writers, minlength=len(self.positions)) > 0
+        files = (np.cumsum(is_writing) - 1)[writers]
+        known: dict[Any, tuple[list[Runs], list[Runs]]] = {}
+        found: dict[str, Any] = {}
+        ends = np.cumsum(counts)
+        for (tensor, _), begin, end in zip(tensors, ends - counts, ends, strict=True):
+            (dtype, shape), boxes = tensor.kind, tensor.boxes
+            key = boxes.tobytes(), len(shape)
+            if key not in known:
+                columns = [runs_of(column) for column in boxes.T] or [[]] * (2 * len(shape))
+                known[key] = columns[: len(shape)], columns[len(shape) :]
+            offsets, box_sizes = known[key]
+            found[tensor.name] = {
+                "dtype": dtype,
+                "shape": shape,
+                "offsets": offsets,
+                "sizes": box_sizes,
+                "files": runs_of(files[begin:end]),
+                "begins": runs_of(begins[begin:end]),
+                "places": runs_of(places[begin:end]),
+            }
+        return json.dumps({tensor.name: found[tensor.name] for tensor in self._tensors})
+
+
+def _in_files(writers: Array, sizes: Array) -> tuple[Array, Array]:
+    """Return where slices begin in the files of their writers, and which of their slices they are.
+
+    Args:
+        writers: The rank that writes each slice; slices of a rank are in the order of its file.
+        sizes: Bytes of each slice.
+    """
+    order = np.argsort(writers, kind="stable")
+    sorted_writers, sorted_sizes = writers[order], sizes[order]
+    ends = np.cumsum(sorted_sizes)
+    first = np.searchsorted(sorted_writers, sorted_writers)  # of the same writer
+    begins, places = np.empty_like(writers), np.empty_like(writers)
+    begins[order] = ends - sorted_sizes - (ends - sorted_sizes)[first]
+    places[order] = np.arange(len(writers)) - first
+    return begins, places
 
 
 class Known:
@@ -480,31 +508,10 @@ def _check_cover(tensors: list[_SavedTensor]) -> None:
         shape = tensor.kind.shape
         key = shape, tensor.boxes.tobytes()
         if key not in faults:
-            is_covered = _is_cut_once(shape, tensor.boxes)
-            boxes = [] if is_covered else map(tensor.box, range(len(tensor.boxes)))
-            faults[key] = None if is_covered else fault_of_cover(shape, boxes)
+            faults[key] = fault_of_boxes(shape, tensor.boxes)
         if faults[key]:
             raise CheckpointMismatch(
                 "the ranks that save do not have each element of a tensor exactly once",
                 seen=f"of {tensor.name!r}, {tensor.kind}, {faults[key]}",
                 fix="Save with all ranks of its mesh, and with one mesh for each name.",
             )
-
-
-def _is_cut_once(shape: tuple[int, ...], boxes: Array) -> bool:
-    """Return whether boxes, in order, are a tensor cut along one dimension, without gaps."""
-    if not shape or not len(boxes):
-        return False
-    offsets, sizes = boxes[:, : len(shape)], boxes[:, len(shape) :]
-    cut = np.flatnonzero((sizes != np.array(shape)).any(0))
-    if len(cut) > 1 or (not len(cut) and len(boxes) > 1):
-        return False
-    others = np.delete(offsets, cut, axis=1)
-    at = offsets[:, cut].reshape(-1)
-    ends = at + sizes[:, cut].reshape(-1)
-    if others.any():
-        return False
-    if not len(cut):
-        return True
-    reaches = at[0] == 0 and ends[-1] == shape[int(cut[0])]
-    return bool(reaches and (at[1:] == ends[:-1]).all() and (ends > at).all())

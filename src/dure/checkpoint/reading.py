@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dure.checkpoint.catalog import Catalog, catalog_of
+from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.contents import Catalog
 from dure.checkpoint.files import damaged
-from dure.checkpoint.slice_files import Slice, SliceFile
+from dure.checkpoint.slice_files import FileLayout, Slice, SliceFile, Stored
 from dure.checkpoint.slices import Box, full_box
 from dure.checkpoint.tree import encode
 from dure.comm.reduction import as_bytes
@@ -41,46 +43,49 @@ class Mapped:
 
     def __init__(self, folder: Path, catalog: Catalog) -> None:
         self._folder, self._catalog = folder, catalog
-        self._files: dict[str, SliceFile] = {}
+        self._files: dict[int, SliceFile] = {}
 
     def open_all(self) -> None:
         """Open every file, and compare its length and header with the manifest."""
-        for name in self._catalog.layouts:
-            self._file(name)
+        for number in range(len(self._catalog.files)):
+            self._file(number)
 
-    def _file(self, name: str) -> SliceFile:
-        if name not in self._files:
-            layout = self._catalog.layouts[name]
-            self._files[name] = SliceFile(self._folder / name, layout, stays_open=False).map()
-        return self._files[name]
+    def _file(self, number: int) -> SliceFile:
+        if number not in self._files:
+            name, record = self._catalog.files[number]
+            self._files[number] = SliceFile(self._folder / name, record, stays_open=False).map()
+        return self._files[number]
 
-    def check(self, parts: Iterable[Slice]) -> None:
+    def check(self, parts: Iterable[tuple[Slice, Stored]]) -> None:
         """Read slices, and compare them with their checksums.
 
         Raises:
             CheckpointDamaged: One is not as it was written.
             CheckpointError: A file cannot be opened or read.
         """
-        for part in parts:
-            fault = _fault(self._catalog, self._file(self._stored_in(part)), part)
-            if fault:
-                raise damaged(self._folder, fault)
+        for number, of_file in groupby(parts, lambda one: one[1].file):
+            file, these = self._file(number), list(of_file)
+            file.compare(these, self._catalog.kinds)
+            for part, stored in these:
+                fault = _fault(self._catalog, file, part, stored)
+                if fault:
+                    raise damaged(self._folder, fault)
 
-    def _stored_in(self, part: Slice) -> str:
-        return self._catalog.slices[part.name][part.box].file
-
-    def _slice(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
-        return self._file(self._stored_in(part)).mapped_slice(part, dtype)
+    def sums(self, name: str) -> dict[Box, int | None]:
+        """Return the checksums of a tensor's slices."""
+        parts = self._catalog.parts(name)
+        return {part.box: self._file(at.file).sum_of(part, at) for part, at in parts}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a full tensor, mapped if it is one slice; its bytes are not checked."""
-        kind, boxes = self._catalog.kinds[name], self._catalog.slices[name]
+        kind, parts = self._catalog.kinds[name], self._catalog.parts(name)
         full, dtype = full_box(kind.shape), kind.torch_dtype
-        if full in boxes:
-            return self._slice(Slice(name, full), dtype)
+        slices = ((part, self._file(at.file).mapped_slice(part, at, dtype)) for part, at in parts)
+        if len(parts) == 1:
+            return next(slices)[1]
         made = torch.empty(kind.shape, dtype=dtype, device="cpu")
-        for box in boxes:
-            made[box.within(full)] = self._slice(Slice(name, box), dtype)
+        for part, tensor in slices:
+            made[part.box.within(full)] = tensor
         return made
 
     def checked(self, name: str) -> torch.Tensor:
@@ -89,16 +94,13 @@ class Mapped:
         Raises:
             CheckpointDamaged: They are not.
         """
-        self.check(Slice(name, box) for box in self._catalog.slices[name])
+        self.check(self._catalog.parts(name))
         return self.tensor(name)
 
 
-def _fault(catalog: Catalog, file: SliceFile, part: Slice) -> str | None:
+def _fault(catalog: Catalog, file: SliceFile, part: Slice, stored: Stored) -> str | None:
     """Read a slice; return what is wrong with it, None if nothing is, or it has no checksum."""
-    wanted = catalog.slices[part.name][part.box].crc32c
-    if wanted is None:
-        return None
-    return file.fault(part, wanted, catalog.kinds[part.name].num_bytes(part.box))
+    return file.fault(part, stored, catalog.kinds[part.name].num_bytes(part.box))
 
 
 def faults(folder: Path, catalog: Catalog) -> list[str]:
@@ -110,28 +112,45 @@ def faults(folder: Path, catalog: Catalog) -> list[str]:
     Cost: one pass over the bytes; no memory.
     """
     found: list[str] = []
-    for name, layout in catalog.layouts.items():
+    for number, (name, record) in enumerate(catalog.files):
         try:
-            with SliceFile(folder / name, layout) as file:
-                found += [f for part in layout.begins if (f := _fault(catalog, file, part))]
+            with SliceFile(folder / name, record) as file:
+                parts = catalog.in_file(number)
+                if not _has_slices(catalog, file, parts):
+                    found.append(f"{name} has other slices than its manifest says")
+                found += [f for one in parts if (f := _fault(catalog, file, *one))]
         except CheckpointDamaged as e:
             found.append(e.seen)
     return found
 
 
-def share_of(catalog: Catalog, rank: int, num_ranks: int) -> list[Slice]:
+def _has_slices(catalog: Catalog, file: SliceFile, parts: list[tuple[Slice, Stored]]) -> bool:
+    """Return whether the header of a file has the slices, and no others, that the manifest has."""
+    if any(stored.place is None for _, stored in parts):
+        return True  # of these the header was worked out, or read
+    layout, header = FileLayout.summed([part for part, _ in parts], catalog.kinds), file.header()
+    places = [(layout.begins[part], n) for n, (part, _) in enumerate(parts)]
+    is_placed = places == [(stored.begin, stored.place) for _, stored in parts]
+    return is_placed and layout.without_sums(header) == layout.header
+
+
+def share_of(catalog: Catalog, rank: int, num_ranks: int) -> list[tuple[Slice, Stored]]:
     """Return the slices that one of several ranks is to check.
 
     In the order of the files, each rank gets the slices that begin in its share of the bytes. So
     the share of a rank is in few files, and every file is in the share of a rank.
     """
-    total, begin = catalog.num_bytes, 0
-    mine: list[Slice] = []
-    for layout in catalog.layouts.values():
-        for part in layout.begins:
-            if begin * num_ranks // total == rank:
-                mine.append(part)
-            begin += catalog.kinds[part.name].num_bytes(part.box)
+    records = [file.record for file in catalog.files]
+    total, begin = sum(one.num_bytes - one.header_bytes for one in records), 0
+    mine: list[tuple[Slice, Stored]] = []
+    for number, record in enumerate(records):
+        size = record.num_bytes - record.header_bytes
+        ranks = range(begin * num_ranks // total, (begin + size - 1) * num_ranks // total + 1)
+        for part, stored in catalog.in_file(number) if rank in ranks else ():
+            at = begin + stored.begin - record.header_bytes
+            if at * num_ranks // total == rank:
+                mine.append((part, stored))
+        begin += size
     return mine
 
 
@@ -162,17 +181,13 @@ def differences(first: Path, second: Path) -> list[str]:
         elif one is None:
             if _text(mine) != _text(its):
                 found.append(f"{name} is {mine!r:.60}, and {its!r:.60}")
-        elif _sums(a, mine) != _sums(b, its):
+        elif tensors[0].sums(mine) != tensors[1].sums(its):
             count = _num_different(tensors[0].checked(mine), tensors[1].checked(its))
             if count:
                 found.append(
                     f"{name} differs in {count} of {torch.Size(one.shape).numel()} elements"
                 )
     return found
-
-
-def _sums(catalog: Catalog, name: str) -> dict[Box, int | None]:
-    return {box: stored.crc32c for box, stored in catalog.slices[name].items()}
 
 
 def _text(value: Any) -> str:

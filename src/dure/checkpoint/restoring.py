@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.catalog import Catalog, Stored, catalog_of
+from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.contents import Catalog
 from dure.checkpoint.dataclass_fields import Fields
 from dure.checkpoint.fresh_state import like_saved, state_to_fill, with_memory
 from dure.checkpoint.objects import bare, few, is_stateful, own_state
-from dure.checkpoint.slice_files import Slice, SliceFile
+from dure.checkpoint.slice_files import Slice, SliceFile, Stored
 from dure.checkpoint.slices import Box, Piece, pieces_of
 from dure.checkpoint.tree import Leaf, Named, decode, entries_of, flatten, put
 from dure.errors import CheckpointError, CheckpointMismatch
@@ -79,12 +80,11 @@ def load_from(
     """
     loadings: list[_Loading] = []
 
-    def compare() -> int:
+    def compare() -> bytes:
         loading = _Loading(path, state_dict, reading(path), partial)
         loading.compare()
         loadings.append(loading)
-        sums = [s.crc32c for boxes in loading.catalog.slices.values() for s in boxes.values()]
-        return zlib.crc32(repr((sorted(loading.catalog.layouts), sums)).encode())
+        return loading.catalog.digest
 
     def read() -> None:
         if not same:
@@ -96,7 +96,7 @@ def load_from(
             )
         loadings[0].read(ranks.num_threads)
 
-    same = ranks.decided(_NOT_LOADED, compare, lambda sums: len(set(sums)) == 1)
+    same = ranks.decided(_NOT_LOADED, compare, lambda digests: len(set(digests)) == 1)
     ranks.decided(_NOT_LOADED, read)
     return loadings[0].loaded
 
@@ -248,11 +248,9 @@ class _Loading:
 
 def reads_of(catalog: Catalog, tensor: str, piece: Piece) -> Iterator[Read]:
     """Iterate over the reads that fill a piece of a stored tensor."""
-    for box, stored in catalog.slices[tensor].items():
-        both = box.meet(piece.box)
-        if both is not None:
-            to = piece.memory if both == piece.box else piece.memory[both.within(piece.box)]
-            yield Read(Slice(tensor, box), stored, both, to)
+    for box, stored, both in catalog.cut(tensor).meeting(piece.box):
+        to = piece.memory if both == piece.box else piece.memory[both.within(piece.box)]
+        yield Read(Slice(tensor, box), stored, both, to)
 
 
 def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: int) -> None:
@@ -266,19 +264,23 @@ def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: in
         CheckpointDamaged: A file is not what the manifest says.
         CheckpointError: A file cannot be opened or read.
     """
-    layouts, files = catalog.layouts, dict[str, SliceFile]()
-    reads = sorted(reads, key=lambda r: (r.stored.file, layouts[r.stored.file].begins[r.part]))
+    files = dict[int, SliceFile]()
+    reads = sorted(reads, key=lambda r: (r.stored.file, r.stored.begin))
     waiting = iter(reads)
 
     def work() -> None:
         with torch.no_grad():
             for part, stored, box, to in waiting:
                 dtype = catalog.kinds[part.name].torch_dtype
-                files[stored.file].read(part, stored.crc32c, dtype, box, to)
+                files[stored.file].read(part, stored, dtype, box, to)
 
     try:
-        for name in dict.fromkeys(read.stored.file for read in reads):
-            files[name] = SliceFile(path / name, layouts[name], len(files) < _MOST_OPEN)
+        for number, of_file in groupby(reads, lambda read: read.stored.file):
+            (name, record), these = catalog.files[number], list(of_file)
+            num_wanted = sum(catalog.kinds[r.part.name].num_bytes(r.box) for r in these)
+            file = SliceFile(path / name, record, len(files) < _MOST_OPEN, num_wanted)
+            files[number] = file
+            file.compare([(read.part, read.stored) for read in these], catalog.kinds)
         with ThreadPoolExecutor() as pool:
             others = [pool.submit(work) for _ in range(num_threads - 1)]
             work()

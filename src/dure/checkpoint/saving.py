@@ -4,7 +4,7 @@
    these rank 0 does not have.
 2. They send these; rank 0 compares and divides what all have, and each learns what it writes
    (`planning`). A save in the background holds copies from here on, and makes the folder later.
-3. Each writes its file, through to the disk, and sends rank 0 the slices' checksums.
+3. Each writes its file, through to the disk, and sends rank 0 its length and header's checksum.
 4. Rank 0 puts the manifest in its place; all learn that it is written.
 
 A failure on any rank fails on all, before anything of the folder's checkpoint is touched.
@@ -31,13 +31,13 @@ from dure.checkpoint.catalog import (
     Manifest,
     Published,
     clear,
-    leaves_of,
     next_number,
     not_shared,
     part_name,
     publish,
     remove,
 )
+from dure.checkpoint.contents import leaves_of
 from dure.checkpoint.files import can_be_named
 from dure.checkpoint.folder import Folder, make
 from dure.checkpoint.lock import sees_lock
@@ -47,7 +47,6 @@ from dure.checkpoint.planning import (
     Division,
     Known,
     Offer,
-    Written,
     described,
     digest_of,
     known_to,
@@ -62,7 +61,14 @@ from dure.checkpoint.replicas import (
     require_common,
     rule_of,
 )
-from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind, kind_of, write_slices
+from dure.checkpoint.slice_files import (
+    FileLayout,
+    FileRecord,
+    Slice,
+    TensorKind,
+    kind_of,
+    write_slices,
+)
 from dure.checkpoint.slices import pieces_of
 from dure.checkpoint.tree import (
     ABSENT,
@@ -294,15 +300,15 @@ class Saving:
         answer = ranks.decided(_NOT_SAVED, send, divide, apart=True)
         self._memory, self._fault, self._shared = mine[0].memory, None, None
         self._kinds = {name: kind for name, (kind, _, _) in mine[0].offer.items()}
-        self._positions: dict[Slice, int] = {}
-        """Of the slices that this rank writes, in the order of its file."""
+        self._parts: list[Slice] = []
+        """The slices that this rank writes, in the order of its file."""
         if isinstance(answer, Exception):
             self._fault = answer
             return
         every = parts_of(mine[0].offer)
-        found = {every[position]: position for position in answer.tolist()}
-        self._layout = FileLayout.of(found, self._kinds)
-        self._positions = {part: found[part] for part in self._layout.begins}
+        found = [every[position] for position in answer.tolist()]
+        self._layout = FileLayout.summed(found, self._kinds)
+        self._parts = list(self._layout.begins)
 
     def _wanted(self, known: Known) -> list[_Wanted]:
         """Return what each rank must send: of equal things, the lowest rank's are enough."""
@@ -406,21 +412,20 @@ class Saving:
         Collective: all of the ranks. Two exchanges.
         """
         ranks, wrote = self._ranks, False
-        written: list[Written] = []
+        written: dict[int, FileRecord] = {}
 
-        def write() -> Written:
+        def write() -> FileRecord | None:
             nonlocal wrote
             if ranks.rank != 0 and not sees_lock(path):
                 seen = f"rank {ranks.rank} does not see the lock that rank 0 holds there"
                 raise not_shared(path, seen)
             self._require_divided()
-            if not self._positions:
-                return Written(0, b"")
+            if not self._parts:
+                return None
             wrote = True
             try:
                 file = path / part_name(number, ranks.rank)
-                sums = write_slices(file, self._layout, self._memory)
-                return Written(self._layout.num_bytes, self._by_position(sums))
+                return write_slices(file, self._layout, self._memory)
             except (FileNotFoundError, FileExistsError) as e:
                 wrote = False
                 if ranks.rank == 0:
@@ -428,14 +433,16 @@ class Saving:
                 seen = f"rank 0 made the folder, and rank {ranks.rank} got: {e.strerror}"
                 raise not_shared(path, seen) from e
 
+        def note(records: list[FileRecord | None]) -> None:
+            written.update({r: record for r, record in enumerate(records) if record is not None})
+
         def publish_on_rank_0() -> Published:
             assert self._division is not None
-            files = {part_name(number, r): it.num_bytes for r, it in enumerate(written) if it.sums}
-            texts = self._division.texts(written, number)
-            return publish(path, Manifest(self._tree, texts, files), folder.check)
+            manifest = Manifest(self._tree, number, written, self._division.text)
+            return publish(path, manifest, folder.check)
 
         try:
-            ranks.decided(_NOT_SAVED, write, written.extend)
+            ranks.decided(_NOT_SAVED, write, note)
         except BaseException as e:
             self._clean_up(e, folder, path, number, wrote)
             raise
@@ -453,7 +460,7 @@ class Saving:
                     "the previous checkpoint, whose files are kept.",
                 ) from unflushed
             if ranks.rank == 0:
-                self._report(path, [one.num_bytes for one in written])
+                self._report(path, written)
             return digest
         finally:
             del unflushed  # see `Ranks.decided`
@@ -476,30 +483,24 @@ class Saving:
                 remove(path, number=number, rank=ranks.rank)
 
     @logs.never_fails
-    def _report(self, path: Path, num_bytes: list[int]) -> None:
+    def _report(self, path: Path, written: dict[int, FileRecord]) -> None:
         """Write one line about who wrote what."""
         if logs.reports(_log, 0):
             parts = [
-                f"rank {rank}: {logs.size_text(count)}"
-                for rank, count in enumerate(num_bytes)
-                if count
+                f"rank {rank}: {logs.size_text(record.num_bytes)}"
+                for rank, record in written.items()
             ]
             logs.decided(
                 _log,
                 0,
                 "checkpoint %s: saved by %d of %d ranks (%s)",
-                *(path, len(parts), len(num_bytes), ", ".join(parts[:_SHOWN])),
+                *(path, len(parts), self._ranks.size, ", ".join(parts[:_SHOWN])),
             )
-
-    def _by_position(self, sums: list[int]) -> bytes:
-        """Return checksums in the order of positions, instead of the file's."""
-        order = np.argsort(np.array(list(self._positions.values())))
-        return np.array(sums, np.uint32)[order].tobytes()
 
     def mine(self) -> dict[Slice, torch.Tensor]:
         """Return what this rank is to write; CheckpointMismatch if it does not fit together."""
         self._require_divided()
-        return {part: self._memory[part] for part in self._positions}
+        return {part: self._memory[part] for part in self._parts}
 
     def share(self) -> None:
         """Let all ranks know what all save, for files that they write together.

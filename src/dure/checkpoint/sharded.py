@@ -85,8 +85,8 @@ def save(
         use_collectives: Only True: the manifest is one.
 
     Returns:
-        What the checkpoint holds. It is read from the folder when it is first looked at, which is
-        an error after the next save into the folder.
+        What the checkpoint holds, also after later saves into the folder. A manifest of more than
+        64 KiB stays open until this is looked at or freed.
 
     Raises:
         CheckpointException: It failed on some ranks (`failures`: which and why); raised on all.

@@ -1,8 +1,13 @@
 """Files of slices: where each lies, written through to the disk, read at the place that is needed.
 
 A file is of the safetensors format. Which slices are in it decides its header, their order and so
-every offset (`FileLayout`): a manifest that says otherwise is not of that file. A slice that is a
-full tensor has the tensor's name there, another has its indices behind it: ``w[0:4, 2:8]``.
+every offset (`FileLayout`). A slice that is a full tensor has the tensor's name there, another has
+its indices behind it: ``w[0:4, 2:8]``. The header's metadata are the CRC-32C of all slices, eight
+digits for each, at the front. So a slice is read and checked with its place in the file alone:
+
+    {"__metadata__":{"crc32c":"5f0c71b20a9e43d1"},"w[0:4, 2:8]":{"dtype":"F32",...},...}
+
+Files of formats 2 and 3 have no metadata: their manifests have the checksums.
 
 Reading copies straight to where the elements belong. A slice, or consecutive elements of it, whose
 memory is contiguous is copied there in one pass with its sum; else the file is mapped and copied
@@ -18,8 +23,9 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +48,26 @@ from dure.comm.checksum import copy_from_file, crc32c
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointDamaged
 
-__all__ = ["FileLayout", "FileMap", "Slice", "SliceFile", "TensorKind", "kind_of", "write_slices"]
+__all__ = [
+    "FileLayout",
+    "FileMap",
+    "FileRecord",
+    "Slice",
+    "SliceFile",
+    "Stored",
+    "TensorKind",
+    "kind_of",
+    "write_slices",
+]
+
+_SUMS_BEGIN = 8 + len(b'{"__metadata__":{"crc32c":"')
+"""Where the checksums begin in a file."""
+_SUM_BYTES = 8
+_SHORT_HEADER = 1 << 16
+"""A header up to this length is always compared; a longer one, if as many bytes of slices are read.
+
+A rank's header describes all its slices. Loads of one slice of each of many ranks would read them
+all."""
 
 _COMPLEX = {"C64": (torch.complex64, "F32"), "C128": (torch.complex128, "F64")}
 """Kinds that the file format lacks: stored as pairs of numbers of another kind."""
@@ -82,6 +107,27 @@ class Slice(NamedTuple):
     box: Box
 
 
+class Stored(NamedTuple):
+    """Where a slice is."""
+
+    file: int
+    """The number of its file."""
+    begin: int
+    """From the beginning of the file."""
+    crc32c: int | None = None
+    """None: not known, or in the header of the file."""
+    place: int | None = None
+    """Which of the checksums in the header is its own; None: none of them."""
+
+
+class FileRecord(NamedTuple):
+    """What is known of a file without opening it."""
+
+    num_bytes: int
+    header_bytes: int
+    header_crc32c: int
+
+
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """Offsets of slices in the file that holds them."""
@@ -99,32 +145,82 @@ class FileLayout:
         metadata: dict[str, str] | None = None,
     ) -> FileLayout:
         """Lay slices out: largest elements first, which keeps alignment, then by name."""
+        return cls._of(_in_order(slices, kinds), kinds, metadata, is_old=True)
 
-        def key(part: Slice) -> tuple[int, Slice]:
-            return -kinds[part.name].torch_dtype.itemsize, part
+    @classmethod
+    def summed(cls, slices: Iterable[Slice], kinds: dict[str, TensorKind]) -> FileLayout:
+        """Lay slices out as `of`, with a place for the checksum of each (`with_sums`)."""
+        parts = _in_order(slices, kinds)
+        metadata = {"crc32c": "0" * (_SUM_BYTES * len(parts))}
+        return cls._of(parts, kinds, metadata, is_old=False)
 
+    @classmethod
+    def _of(
+        cls,
+        parts: Sequence[Slice],
+        kinds: dict[str, TensorKind],
+        metadata: dict[str, str] | None,
+        is_old: bool,
+    ) -> FileLayout:
         fields: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
         begins, end = dict[Slice, int](), 0
-        for part in sorted(slices, key=key):
+        for part in parts:
             kind = kinds[part.name]
-            called = part.name + ("" if part.box == full_box(kind.shape) else str(part.box))
-            while called in fields:  # "w[0:4]" may be the name of a tensor
-                called += "'"
-            stored = _COMPLEX.get(kind.dtype)
-            shape = part.box.sizes if stored is None else (*part.box.sizes, 2)
-            dtype = kind.dtype if stored is None else stored[1]
+            called, entry = _entry(part, kind, end)
+            if is_old:
+                called = part.name if part.box == full_box(kind.shape) else f"{part.name}{part.box}"
+                while called in fields:  # "w[0:4]" may be the name of a tensor
+                    called += "'"
             begins[part], end = end, end + kind.num_bytes(part.box)
-            offsets = [begins[part], end]
-            fields[called] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+            fields[called] = entry
         text = json.dumps(fields, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
         begins = {part: len(header) + at for part, at in begins.items()}
         return cls(header, begins, len(header) + end)
 
+    def with_sums(self, sums: bytes) -> bytes:
+        """Return the header with checksums, in the order of `begins`, as digits."""
+        return self.header[:_SUMS_BEGIN] + sums + self.header[_SUMS_BEGIN + len(sums) :]
 
-def write_slices(path: Path, layout: FileLayout, memory: dict[Slice, torch.Tensor]) -> list[int]:
-    """Write slices to a new file, through to the disk; return the CRC-32C of each, in its order.
+    def without_sums(self, header: bytes) -> bytes:
+        """Return a header with zeros in the place of its checksums."""
+        end = _SUMS_BEGIN + _SUM_BYTES * len(self.begins)
+        return header[:_SUMS_BEGIN] + self.header[_SUMS_BEGIN:end] + header[end:]
+
+    @property
+    def record(self) -> FileRecord:
+        """What is known of the file, if its header is this one."""
+        return FileRecord(self.num_bytes, len(self.header), crc32c(self.header))
+
+
+def _entry(part: Slice, kind: TensorKind, begin: int) -> tuple[str, dict[str, Any]]:
+    """Return the name and the entry of a slice in the header of its file.
+
+    A tensor may be called "w[0:4]". As full tensors of such names have their indices behind the
+    name, too, no two slices have one name.
+    """
+    is_full = part.box == full_box(kind.shape) and not part.name.endswith("]")
+    stored = _COMPLEX.get(kind.dtype)
+    shape = part.box.sizes if stored is None else (*part.box.sizes, 2)
+    dtype = kind.dtype if stored is None else stored[1]
+    offsets = [begin, begin + kind.num_bytes(part.box)]
+    name = part.name if is_full else f"{part.name}{part.box}"
+    return name, {"dtype": dtype, "shape": [*shape], "data_offsets": offsets}
+
+
+def _in_order(slices: Iterable[Slice], kinds: dict[str, TensorKind]) -> list[Slice]:
+    """Return slices in the order of their file; `planning.Division` works out the same order."""
+    return sorted(slices, key=lambda part: (-kinds[part.name].torch_dtype.itemsize, part))
+
+
+def write_slices(path: Path, layout: FileLayout, memory: dict[Slice, torch.Tensor]) -> FileRecord:
+    """Write slices to a new file, through to the disk; return what a manifest has of it.
+
+    Args:
+        path: The file.
+        layout: As `FileLayout.summed` returns it.
+        memory: The slices.
 
     Raises:
         OSError: The disk is full, or the file cannot be written.
@@ -140,8 +236,10 @@ def write_slices(path: Path, layout: FileLayout, memory: dict[Slice, torch.Tenso
                 crc = crc32c(data, crc)
                 write_all(file.fileno(), data)
             sums.append(crc)
+        header = layout.with_sums(b"".join([b"%08x" % crc for crc in sums]))
+        write_all(file.fileno(), memoryview(header), 0)
         os.fsync(file.fileno())
-    return sums
+    return FileRecord(layout.num_bytes, len(header), crc32c(header))
 
 
 class FileMap:
@@ -185,6 +283,7 @@ class FileMap:
         return memoryview(cast(Any, data.numpy()))
 
 
+_SUM = re.compile(rb"[0-9a-f]{8}")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [
@@ -200,35 +299,58 @@ class SliceFile:
 
     Args:
         path: The file.
-        layout: The expected contents.
+        record: What the manifest has of it.
         stays_open: Whether it is open until `close`, or only while something is read.
+        num_wanted: How many bytes of slices will be read; a long header is compared only if it is
+            not longer than these. None: it is always compared.
 
     Raises:
         CheckpointDamaged: It is absent, not a file, has another length, or another header.
         CheckpointError: It cannot be opened or read.
     """
 
-    def __init__(self, path: Path, layout: FileLayout, stays_open: bool = True) -> None:
-        self.path, self.layout = path, layout
+    def __init__(
+        self,
+        path: Path,
+        record: FileRecord,
+        stays_open: bool = True,
+        num_wanted: int | None = None,
+    ) -> None:
+        self.path, self.record = path, record
         self._descriptor: int | None = None
         self._map: FileMap | None = None
+        self._sums: bytes | None = None
+        """The checksums in the header, if that was read."""
         with readable(path):
             descriptor = open_file(path)
             try:
-                self._check(descriptor)
+                self._check(descriptor, num_wanted)
                 if stays_open:
                     self._descriptor = descriptor
             finally:
                 if self._descriptor is None:
                     os.close(descriptor)
 
-    def _check(self, descriptor: int) -> None:
-        size, wanted = os.fstat(descriptor).st_size, self.layout.num_bytes
+    def _check(self, descriptor: int, num_wanted: int | None) -> None:
+        size, (wanted, length, crc) = os.fstat(descriptor).st_size, self.record
         if size != wanted:
             kind = "truncated" if size < wanted else "longer than it was"
             raise self._damaged(f"{self.path.name} is {kind}: {size} bytes, {wanted} were written")
-        if os.pread(descriptor, len(self.layout.header), 0) != self.layout.header:
+        if num_wanted is not None and length > max(_SHORT_HEADER, num_wanted):
+            return
+        header = os.pread(descriptor, min(length, wanted), 0)
+        if len(header) != length or crc32c(header) != crc:
             raise self._damaged(f"{self.path.name} has another header than its manifest says")
+        self._sums = header[_SUMS_BEGIN : header.find(b'"', _SUMS_BEGIN)]
+
+    def header(self) -> bytes:
+        """Return the header.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
+        with self._open() as descriptor:
+            return os.pread(descriptor, self.record.header_bytes, 0)
 
     def _damaged(self, seen: str) -> CheckpointDamaged:
         return damaged(self.path.parent, seen)
@@ -260,14 +382,69 @@ class SliceFile:
             finally:
                 os.close(descriptor)
 
+    def compare(
+        self, parts: Iterable[tuple[Slice, Stored]], kinds: Mapping[str, TensorKind]
+    ) -> None:
+        """Compare the places of slices with the header, if it was read, and has their checksums.
+
+        Raises:
+            CheckpointDamaged: The manifest has one elsewhere.
+            CheckpointError: The file cannot be read.
+        """
+        summed = [one for one in parts if one[1].place is not None]
+        if self._sums is None or not summed:
+            return
+        try:
+            entries = json.loads(self.header()[8:])
+        except ValueError:
+            entries = {}
+        for part, stored in summed:
+            begin = stored.begin - self.record.header_bytes
+            name, entry = _entry(part, kinds[part.name], begin)
+            if entries.get(name) != entry:
+                raise self._damaged(
+                    f"{self.path.name} has other slices than its manifest says: {name!r:.100}"
+                )
+
+    def _require_inside(self, part: Slice, stored: Stored, num_bytes: int) -> None:
+        """Refuse a manifest that has a place of a slice beyond the end of its file."""
+        begin, end = self.record.header_bytes, self.record.num_bytes
+        is_inside = begin <= stored.begin <= end - num_bytes
+        if stored.place is not None:
+            sum_end = _SUMS_BEGIN + _SUM_BYTES * (stored.place + 1)
+            is_inside = is_inside and sum_end < begin
+        if not is_inside:
+            seen = f"{part.name}{part.box} is not within {self.path.name}, where its manifest says"
+            raise self._damaged(seen)
+
+    def sum_of(self, part: Slice, stored: Stored) -> int | None:
+        """Return the checksum that a slice was written with; None: it has none.
+
+        Raises:
+            CheckpointDamaged: There are no digits in its place.
+            CheckpointError: The file cannot be read.
+        """
+        if stored.place is None:
+            return stored.crc32c
+        at = _SUM_BYTES * stored.place
+        if self._sums is not None:
+            text = self._sums[at : at + _SUM_BYTES]
+        else:
+            with self._open() as descriptor:
+                text = os.pread(descriptor, _SUM_BYTES, _SUMS_BEGIN + at)
+        if not _SUM.fullmatch(text):
+            seen = f"the checksum of {part.name}{part.box} in {self.path.name} is changed"
+            raise self._damaged(seen)
+        return int(text, 16)
+
     def read(
-        self, part: Slice, wanted: int | None, dtype: torch.dtype, box: Box, to: torch.Tensor
+        self, part: Slice, stored: Stored, dtype: torch.dtype, box: Box, to: torch.Tensor
     ) -> None:
         """Copy elements `box` of a slice to `to`; check the slice's sum if it is read completely.
 
         Args:
             part: The slice.
-            wanted: CRC-32C of its bytes; None: not known.
+            stored: Where it is.
             dtype: Of the tensor in the file.
             box: Indices in the full tensor, within the slice's.
             to: Where they go, [*box.sizes]; any dtype, strides and device.
@@ -276,13 +453,15 @@ class SliceFile:
             CheckpointDamaged: The bytes are not those that were written.
             CheckpointError: The file cannot be read.
         """
-        summed = box == part.box and wanted is not None
+        self._require_inside(part, stored, part.box.num_elements * dtype.itemsize)
+        wanted = self.sum_of(part, stored) if box == part.box else None
+        at, summed = stored.begin, wanted is not None
         if self._descriptor is None:
             with self._open() as descriptor:
-                crc = self._read(descriptor, part, summed, dtype, box, to)
+                crc = self._read(descriptor, part, at, summed, dtype, box, to)
         else:
             try:
-                crc = self._read(self._descriptor, part, summed, dtype, box, to)
+                crc = self._read(self._descriptor, part, at, summed, dtype, box, to)
             except OSError as e:
                 raise unreadable(self.path, e) from e
         if crc not in (None, wanted):
@@ -292,18 +471,19 @@ class SliceFile:
         self,
         descriptor: int,
         part: Slice,
+        at: int,
         summed: bool,
         dtype: torch.dtype,
         box: Box,
         to: torch.Tensor,
     ) -> int | None:
         """Copy elements of a slice; return the slice's sum if it is asked for."""
-        at, run = self.layout.begins[part], box.run_in(part.box)
+        run = box.run_in(part.box)
         straight = to.is_contiguous() and to.is_cpu and to.dtype == dtype
         if run is not None and straight and not (to.is_conj() or to.is_neg()):
             data = memoryview(cast(Any, as_bytes(to).numpy()))
             return self._pread(descriptor, data, at + run[0] * dtype.itemsize, summed)
-        mapped = self._mapped_slice(descriptor, part, dtype)
+        mapped = self._mapped_slice(descriptor, part, at, dtype)
         data = memoryview(cast(Any, as_bytes(mapped).numpy()))
         crc = crc32c(data) if summed else None
         to.copy_(mapped[box.within(part.box)])
@@ -312,12 +492,14 @@ class SliceFile:
     def _changed(self, part: Slice) -> str:
         return f"{part.name}{part.box} in {self.path.name} is changed: its checksum is wrong"
 
-    def fault(self, part: Slice, wanted: int, num_bytes: int) -> str | None:
-        """Read a slice, and return what is wrong with it; None if it is as it was written.
+    def fault(self, part: Slice, stored: Stored, num_bytes: int) -> str | None:
+        """Read a slice, and return what is wrong with it.
+
+        None: nothing is, or it has no checksum.
 
         Args:
             part: The slice.
-            wanted: CRC-32C of its bytes.
+            stored: Where it is.
             num_bytes: Its length.
 
         Raises:
@@ -326,7 +508,11 @@ class SliceFile:
 
         Cost: one pass over the bytes; memory: one piece.
         """
-        at, crc = self.layout.begins[part], 0
+        self._require_inside(part, stored, num_bytes)
+        wanted = self.sum_of(part, stored)
+        if wanted is None:
+            return None
+        at, crc = stored.begin, 0
         end = at + num_bytes
         while self._map is not None and at < end:
             data = self._map.piece(at, min(PIECE_BYTES, end - at))
@@ -349,7 +535,7 @@ class SliceFile:
             CheckpointError: The file cannot be opened.
         """
         with self._open() as descriptor, suppress(OSError):
-            self._map = FileMap(descriptor, self.layout.num_bytes)
+            self._map = FileMap(descriptor, self.record.num_bytes)
         return self
 
     def _pread(self, descriptor: int, data: memoryview, at: int, summed: bool) -> int | None:
@@ -370,25 +556,28 @@ class SliceFile:
             raise self._damaged(f"{self.path.name} became shorter")
         return count
 
-    def _mapped_slice(self, descriptor: int, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+    def _mapped_slice(
+        self, descriptor: int, part: Slice, at: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return a complete slice, mapped if the system allows it."""
-        at = self.layout.begins[part]
         try:
             if self._map is None:
-                self._map = FileMap(descriptor, self.layout.num_bytes)
+                self._map = FileMap(descriptor, self.record.num_bytes)
             return self._map.tensor(at, part.box, dtype)
         except OSError:
             read = torch.empty(part.box.sizes, dtype=dtype, device="cpu")
             self._pread(descriptor, memoryview(cast(Any, as_bytes(read).numpy())), at, False)
             return read
 
-    def mapped_slice(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+    def mapped_slice(self, part: Slice, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
         """Return a complete slice, mapped if the system allows it; valid after the file is closed.
 
         Raises:
+            CheckpointDamaged: The manifest has it outside of the file.
             CheckpointError: The file cannot be read.
         """
+        self._require_inside(part, stored, part.box.num_elements * dtype.itemsize)
         if self._map is not None:
-            return self._map.tensor(self.layout.begins[part], part.box, dtype)
+            return self._map.tensor(stored.begin, part.box, dtype)
         with self._open() as descriptor:
-            return self._mapped_slice(descriptor, part, dtype)
+            return self._mapped_slice(descriptor, part, stored.begin, dtype)

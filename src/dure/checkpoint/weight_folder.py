@@ -36,7 +36,8 @@ from typing import Any
 import torch
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.catalog import Catalog, Stored, Unreadable, catalog_of, not_shared
+from dure.checkpoint.catalog import Unreadable, catalog_of, not_shared
+from dure.checkpoint.contents import Catalog
 from dure.checkpoint.files import DTYPES, write_all
 from dure.checkpoint.folder import Folder, Unflushed, flush, flush_name, make, replace_file
 from dure.checkpoint.restoring import read_slices, reads_of
@@ -50,6 +51,7 @@ from dure.checkpoint.weight_reading import (
     JOURNAL,
     KEY,
     SINGLE,
+    cataloged,
     checksums_of,
     header_of,
     indexed_files,
@@ -268,12 +270,13 @@ class _Files:
     def catalog(self, sums: Sums) -> Catalog:
         """Return what the files contain."""
         layouts = {str(self._folder / file): self._layout(file, sums) for file in self._layouts}
-        catalog = Catalog({}, self._kinds, {}, layouts)
-        for name, file in self._placed().items():
-            path = str(self._folder / file)
-            catalog.tree[name] = tensor_node(name)
-            catalog.slices[name] = {box: Stored(path, crc) for box, crc in sums[name].items()}
-        return catalog
+        begins = {
+            part.name: (path, begin)
+            for path, layout in layouts.items()
+            for part, begin in layout.begins.items()
+        }
+        records = {path: layout.record for path, layout in layouts.items()}
+        return cataloged(self._folder, self._kinds, begins, records, sums)
 
     def _index(self, sums: Sums) -> bytes:
         placed = dict(sorted(self._placed().items()))

@@ -21,18 +21,22 @@ names the releases that read it. Weights with checksums of a newer format are re
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from dure.checkpoint.catalog import Catalog, Stored, Unreadable
+from dure.checkpoint.catalog import Unreadable
+from dure.checkpoint.contents import Catalog, StoredFile, columns_of
 from dure.checkpoint.files import DTYPES, damaged, open_file, read_file, too_new
-from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
+from dure.checkpoint.slice_files import FileRecord, TensorKind
 from dure.checkpoint.slices import Box, fault_of_cover, full_box
 from dure.checkpoint.tree import tensor_node
+from dure.comm.checksum import crc32c
 from dure.errors import CheckpointError
 from dure.trace.plain_files import parse_json
 
@@ -44,6 +48,7 @@ __all__ = [
     "SINGLE",
     "VERSION",
     "catalog_of_weights",
+    "cataloged",
     "checksums_of",
     "has_weights",
     "header_of",
@@ -121,32 +126,46 @@ def _catalog(folder: Path) -> Catalog:
     if missing:
         raise Unreadable(f"{min(missing)!r} is not in the file that {INDEX} names")
     text = _text_of(folder, metadata)
-    return _cataloged(kinds, begins, headers, None if text is None else _checksums(text, kinds))
+    records = {
+        path: FileRecord(header.num_bytes, len(header.data), crc32c(header.data))
+        for path, header in headers.items()
+    }
+    sums = None if text is None else _checksums(text, kinds)
+    return cataloged(folder, kinds, begins, records, sums)
 
 
-def _cataloged(
+def cataloged(
+    folder: Path,
     kinds: dict[str, TensorKind],
-    begins: dict[str, tuple[str, int]],
-    headers: dict[str, _FileHeader],
-    sums: dict[str, dict[Box, int]] | None,
+    begins: Mapping[str, tuple[str, int]],
+    records: Mapping[str, FileRecord],
+    sums: Mapping[str, Mapping[Box, int]] | None,
 ) -> Catalog:
-    """Build the catalog: slices are those that have checksums, else complete tensors."""
-    catalog = Catalog({}, kinds, {}, {})
-    found: dict[str, dict[Slice, int]] = {path: {} for path in headers}
+    """Build the catalog of weights: slices are those that have checksums, else complete tensors.
+
+    Args:
+        folder: The folder.
+        kinds: The tensors.
+        begins: The file of each, and where it begins there.
+        records: The files.
+        sums: The checksums of slices.
+    """
+    numbers = {path: number for number, path in enumerate(records)}
+    catalog = Catalog(folder, {}, kinds, [StoredFile(*one) for one in records.items()], {})
     for name, kind in kinds.items():
-        path, begin = begins[name]
-        full = full_box(kind.shape)
-        boxes = dict[Box, int | None]({full: None} if full.num_elements else {})
-        boxes = boxes if sums is None else cast(dict[Box, int | None], sums[name])
+        (path, begin), full = begins[name], full_box(kind.shape)
+        found = dict[Box, int | None]({full: None} if full.num_elements else {})
+        found = found if sums is None else dict(sums[name])
+        runs = [cast(tuple[int, int], box.run_in(full)) for box in found]
+        first, itemsize = begin - records[path].header_bytes, kind.torch_dtype.itemsize
+        at = [first + run[0] * itemsize for run in runs]
+        files = [numbers[path]] * len(found)
+        catalog.columns[name] = columns_of(
+            list(found), len(kind.shape), files, at, list(found.values())
+        )
         catalog.tree[name] = tensor_node(name)
-        catalog.slices[name] = {box: Stored(path, crc) for box, crc in boxes.items()}
-        for box in boxes:
-            run = box.run_in(full)
-            assert run is not None
-            found[path][Slice(name, box)] = begin + run[0] * kind.torch_dtype.itemsize
-    for path, header in headers.items():
-        catalog.layouts[path] = FileLayout(header.data, found[path], header.num_bytes)
-    return catalog
+    text = repr((sorted(records.items()), sorted(catalog.columns.items())))
+    return replace(catalog, digest=hashlib.sha256(text.encode()).digest())
 
 
 def _index(folder: Path) -> tuple[dict[str, str] | None, Mapping[str, Any]]:

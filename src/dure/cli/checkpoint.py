@@ -13,7 +13,7 @@ from rich.text import Text
 from dure.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from dure.checkpoint.catalog import Catalog
+    from dure.checkpoint.contents import Catalog
 
 __all__ = ["commands"]
 
@@ -50,15 +50,14 @@ def show(folder: Readable) -> None:
         table.add_column(column, justify="right" if column in ("slices", "bytes") else "left")
     values = {name: leaf for name, leaf in catalog.leaves.items() if not catalog.kind_of(name)}
     for name, kind in sorted(catalog.kinds.items()):
-        slices = catalog.slices[name]
-        size = sum(kind.num_bytes(box) for box in slices)
-        table.add_row(name, kind.dtype, str(list(kind.shape)), str(len(slices)), f"{size:,}")
+        count, size = len(catalog.cut(name)), catalog.num_bytes_of(name)
+        table.add_row(name, kind.dtype, str(list(kind.shape)), str(count), f"{size:,}")
     console.print(table)
     for name, leaf in sorted(values.items()):
         text = repr(leaf.value)
         cut = "..." if len(text) > _LONGEST_VALUE else ""
         console.print(Text(f"{name} = {text[:_LONGEST_VALUE]}{cut}"))
-    files = len(catalog.layouts)
+    files = len(catalog.files)
     console.print(
         f"{len(catalog.kinds)} tensors in {files} files, {catalog.num_bytes:,} bytes; "
         f"{len(values)} values"
@@ -71,7 +70,7 @@ def verify(folder: Readable) -> None:
     from dure.checkpoint.reading import faults  # lazy: torch
 
     catalog = _read(folder)
-    if any(s.crc32c is None for slices in catalog.slices.values() for s in slices.values()):
+    if not catalog.has_sums:
         raise CheckpointError(
             "the weights cannot be verified",
             path=str(folder),
@@ -83,7 +82,7 @@ def verify(folder: Readable) -> None:
         print(fault)
     if found:
         raise typer.Exit(1)
-    print(f"complete: {len(catalog.layouts)} files, {catalog.num_bytes:,} bytes")
+    print(f"complete: {len(catalog.files)} files, {catalog.num_bytes:,} bytes")
 
 
 @commands.command(help="Compare two checkpoints: names, kinds, values and bytes.")

@@ -29,10 +29,10 @@ def gate(monkeypatch):
     opened = Gate()
     write = slice_files.write_all
 
-    def waiting(descriptor, data):
+    def waiting(descriptor, data, *at):
         opened.reached.set()
         assert opened.wait(PATIENCE_S)
-        write(descriptor, data)
+        write(descriptor, data, *at)
 
     monkeypatch.setattr(slice_files, "write_all", waiting)
     yield opened

@@ -17,6 +17,7 @@ from dure.checkpoint import (
     HuggingFaceStorageReader,
     PerRank,
     load,
+    save,
 )
 from dure.checkpoint.catalog import VERSION, catalog_of
 from dure.checkpoint.reading import faults
@@ -33,11 +34,67 @@ S0 = Shard(0)
 
 def _lies(folder, change):
     fields = read_manifest(folder)
-    change(fields, fields["tensors"]["w"]["slices"])
+    change(fields, fields["tensors"]["w"])
     write_manifest(folder, fields)
 
 
 LIES = {
+    "another file": lambda f, w: w.update(files=[1, 1]),
+    "a file that is not there": lambda f, w: w.update(files=[0, 2]),
+    "files of another save": lambda f, w: f["files"].update(save=2),
+    "files of no save": lambda f, w: f["files"].update(save="../1"),
+    "overlap": lambda f, w: w.update(offsets=[[0, 1], [0, 0]]),
+    "missing": lambda f, w: w.update(
+        offsets=[[0], [0]], sizes=[[2], [2]], files=[0], begins=[0], places=[0]
+    ),
+    "outside": lambda f, w: w.update(offsets=[[0, 9], [0, 0]]),
+    "a column is shorter": lambda f, w: w.update(begins=[0]),
+    "a dimension too few": lambda f, w: w.update(offsets=[[0, 2]]),
+    "below 0": lambda f, w: w.update(begins=[0, -8]),
+    "a run below 0": lambda f, w: w.update(begins=[[0, -8, 2]]),
+    "no numbers": lambda f, w: w.update(begins=[0, 0.0]),
+    "no run": lambda f, w: w.update(begins=[[0, 0]]),
+    "a run of no numbers": lambda f, w: w.update(begins=[0, 0, [0, 0, 0]]),
+    "more rows than memory": lambda f, w: w.update(places=[[0, 0, 1 << 60]]),
+    "begins in the header": lambda f, w: f["files"].update(headers=[8, 8]),
+    "a header of another length": lambda f, w: f["files"].update(headers=[1 << 40, 1 << 40]),
+    "a file of another length": lambda f, w: f["files"].update(bytes=[1, 1]),
+    "begins beyond the end": lambda f, w: w.update(begins=[0, 1 << 40]),
+    "a checksum beyond the end": lambda f, w: w.update(places=[0, 1 << 40]),
+    "a checksum that is not one": lambda f, w: w.update(places=[0, 1]),
+    "header": lambda f, w: f["files"].update(crc32c="0" * 16),
+    "fewer headers": lambda f, w: f["files"].update(crc32c=f["files"]["crc32c"][:8]),
+    "digits": lambda f, w: f["files"].update(crc32c="x" * 16),
+    "shape": lambda f, w: w.update(shape=[1 << 60, 2]),
+    "unknown dtype": lambda f, w: w.update(dtype="F31"),
+    "form": lambda f, w: f.pop("tensors"),
+    "form of a tensor": lambda f, w: w.pop("places"),
+    "version": lambda f, w: f.update(version=1),
+    "newer version": lambda f, w: f.update(version=99),
+    "no tensor of that name": lambda f, w: f.update(state={"w": {"$": "tensor", "v": "z"}}),
+    "no state": lambda f, w: f.update(state=[]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_manifest_that_lies_is_refused(tmp_path, lie):
+    run_ranks(2, save_one, tmp_path, (2,), [S0], (4, 2))
+    _lies(tmp_path, LIES[lie])
+    with pytest.raises(CheckpointException, match=str(tmp_path)):
+        load({"w": torch.zeros(4, 2)}, checkpoint_id=tmp_path)
+
+
+def test_manifest_with_places_of_other_slices_is_found_by_verify(tmp_path):
+    save({"a": torch.zeros(2), "b": torch.zeros(2)}, checkpoint_id=tmp_path)
+    fields = read_manifest(tmp_path)
+    a, b = (fields["tensors"][name] for name in "ab")
+    a["begins"], b["begins"], a["places"], b["places"] = [8], [0], [1], [0]
+    write_manifest(tmp_path, fields)
+    wanted = "part-000001-00000.safetensors has other slices than its manifest says"
+    assert faults(tmp_path, catalog_of(tmp_path)) == [wanted]
+
+
+LIES_OF_FORMAT_3 = {
     "leaves the folder": lambda f, s: s[0].update(file="../part-000001-00000.safetensors"),
     "another file": lambda f, s: s[0].update(file="part-000009-00000.safetensors"),
     "overlap": lambda f, s: s[1].update(offsets=[1, 0]),
@@ -54,12 +111,13 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_manifest_that_lies_is_refused(tmp_path, lie):
-    run_ranks(2, save_one, tmp_path, (2,), [S0], (4, 2))
-    _lies(tmp_path, LIES[lie])
+@pytest.mark.parametrize("lie", LIES_OF_FORMAT_3)
+def test_a_manifest_of_format_3_that_lies_is_refused(tmp_path, lie):
+    shutil.copytree(STORED / "format_3" / "sharded", tmp_path, dirs_exist_ok=True)
+    change = LIES_OF_FORMAT_3[lie]
+    _lies(tmp_path, lambda fields, w: change(fields, w["slices"]))
     with pytest.raises(CheckpointException, match=str(tmp_path)):
-        load({"w": torch.zeros(4, 2)}, checkpoint_id=tmp_path)
+        load({"w": torch.zeros(7, 5)}, checkpoint_id=tmp_path)
 
 
 def test_folders_that_are_no_checkpoints_say_what_they_are(tmp_path):
@@ -143,8 +201,7 @@ def test_stored_weights_are_loaded_bit_for_bit(folder, name):
     assert state["b"].tolist() == [0, 1, 2]
     catalog = catalog_of_weights(path)
     assert faults(path, catalog) == []
-    checked = {stored.crc32c is not None for s in catalog.slices.values() for stored in s.values()}
-    assert checked == {folder != "format_2"}
+    assert catalog.has_sums == (folder != "format_2")
 
 
 @FORMATS
@@ -162,9 +219,9 @@ def test_a_changed_bit_in_any_byte_of_a_manifest_is_damage(format, tmp_path):
 
 
 def test_a_manifest_is_json():
-    fields = json.loads((STORED / "format_3" / "sharded" / "manifest.json").read_bytes())
-    assert list(fields) == ["sha256", "format", "version", "needs", "state", "tensors"]
-    assert (fields["format"], fields["version"]) == ("dure checkpoint", 3)
+    fields = json.loads((STORED / "format_4" / "sharded" / "manifest.json").read_bytes())
+    assert list(fields) == ["sha256", "format", "version", "needs", "state", "files", "tensors"]
+    assert (fields["format"], fields["version"]) == ("dure checkpoint", 4)
 
 
 NEEDS = {
@@ -177,7 +234,7 @@ NEEDS = {
 @pytest.mark.parametrize("needs", NEEDS)
 def test_a_newer_format_is_refused_with_the_release_to_install(needs, tmp_path):
     shutil.copytree(STORED / "format_3" / "sharded", tmp_path, dirs_exist_ok=True)
-    fields = read_manifest(tmp_path) | {"version": 4, "needs": needs}
+    fields = read_manifest(tmp_path) | {"version": 5, "needs": needs}
     write_manifest(tmp_path, fields | {"tensors": "of a form that is not known"})
     with pytest.raises(CheckpointTooNew) as caught:
         catalog_of(tmp_path)
@@ -192,11 +249,11 @@ def test_no_older_checkpoint_is_taken_instead_of_one_of_a_newer_format(tmp_path)
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1, values=[0.0])
     newest = checkpoints.save(2, values=[1.0])
-    write_manifest(newest, read_manifest(newest) | {"version": 4})
+    write_manifest(newest, read_manifest(newest) | {"version": 5})
     with pytest.raises(CheckpointTooNew):
         Checkpointer(tmp_path).load(values=[])
     checkpoints.save(3, values=[2.0])
-    assert read_manifest(newest)["version"] == 4  # it is kept
+    assert read_manifest(newest)["version"] == 5  # it is kept
 
 
 @pytest.mark.parametrize(

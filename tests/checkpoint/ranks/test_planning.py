@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,11 @@ import dure
 from dure.checkpoint import CheckpointException, FileSystemReader, load, save
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import catalog_of
-from dure.checkpoint.metadata import ChunkStorageMetadata
+from dure.checkpoint.metadata import ChunkStorageMetadata, read_later
+from dure.checkpoint.restoring import read_slices, reads_of
 from dure.checkpoint.saving import Taken, save_into
 from dure.checkpoint.slice_files import Slice, TensorKind
-from dure.checkpoint.slices import Box
+from dure.checkpoint.slices import Box, Piece
 from dure.checkpoint.tree import tensor_node
 from dure.errors import CheckpointError, CheckpointMismatch
 from dure.tensor import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -97,25 +102,25 @@ class _Board:
 NUM_TENSORS = 12
 
 
-def _rows_and_copies(rank: int, size: int) -> Taken:
-    """Return a row of each of 12 tensors, and 4 tensors that all ranks have."""
+def _rows_and_copies(rank: int, size: int, num_tensors: int) -> Taken:
+    """Return a row of each of so many tensors, and 4 tensors that all ranks have."""
     taken = Taken({}, {}, {})
-    for number in range(NUM_TENSORS + 4):
+    for number in range(num_tensors + 4):
         name = f"w{number}"
-        shape = (size, 3) if number < NUM_TENSORS else (1, 3)
-        box = Box((rank, 0), (1, 3)) if number < NUM_TENSORS else Box((0, 0), (1, 3))
+        shape = (size, 3) if number < num_tensors else (1, 3)
+        box = Box((rank, 0), (1, 3)) if number < num_tensors else Box((0, 0), (1, 3))
         taken.offer[name] = TensorKind("F32", shape), (box,), 0
         taken.memory[Slice(name, box)] = torch.full((1, 3), float(number))
         taken.tree[name] = tensor_node(name)
     return taken
 
 
-def _counted_save(folder: Path, size: int) -> list[_CountedRanks]:
+def _counted_save(folder: Path, size: int, num_tensors: int = 12) -> list[_CountedRanks]:
     board = _Board(size)
     ranks = [_CountedRanks(rank, size, board) for rank in range(size)]
 
     def be(own: _CountedRanks) -> None:
-        save_into(folder, _rows_and_copies(own.rank, size), own)
+        save_into(folder, _rows_and_copies(own.rank, size, num_tensors), own)
 
     threads = [threading.Thread(target=be, args=(own,)) for own in ranks]
     for thread in threads:
@@ -132,9 +137,59 @@ def test_rank_sends_and_receives_as_much_however_many_ranks_save(tmp_path):
         assert most <= max(getattr(own, what) for own in few[1:]) + 64  # longer numbers
         assert most < 4096
     catalog = catalog_of(tmp_path / "256")
-    per_file = sorted(len(layout.begins) for layout in catalog.layouts.values())
+    per_file = sorted(len(catalog.in_file(number)) for number in range(256))
     assert per_file == [NUM_TENSORS] * 252 + [NUM_TENSORS + 1] * 4
-    assert catalog.slices["w5"][Box((200, 0), (1, 3))].file == "part-000001-00200.safetensors"
+    (((_, stored, _),)) = catalog.cut("w5").meeting(Box((200, 0), (1, 3)))
+    assert catalog.files[stored.file].name == "part-000001-00200.safetensors"
+
+
+def _counting(call: Callable[..., Any], found: dict[str, int], descriptor: int, *args: Any) -> Any:
+    data = call(descriptor, *args)
+    name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+    found[name] = found.get(name, 0) + (data if isinstance(data, int) else len(data))
+    return data
+
+
+@contextmanager
+def _bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Count the bytes that are read at their place in files, by the name of the file."""
+    found: dict[str, int] = {}
+    with monkeypatch.context() as patch:
+        for call in ("pread", "preadv"):
+            patch.setattr(os, call, partial(_counting, getattr(os, call), found))
+        yield found
+
+
+def test_load_reads_of_the_descriptions_of_256_ranks_only_those_that_it_needs(
+    tmp_path, monkeypatch
+):
+    """256 ranks have a row of 3 numbers of each of 1,000 tensors: 256,000 slices in 256 files."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        _counted_save(tmp_path, 256, 1000)
+    assert (tmp_path / "part-000001-00255.safetensors").stat().st_size > 80_000  # the header
+    # The manifest is read completely: 1,004 tensors, of some 270 bytes each.
+    assert (tmp_path / "manifest.json").stat().st_size < 300_000
+
+    with _bytes_read(monkeypatch) as read:
+        state = {"w7": torch.zeros(256, 3)}
+        load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert state["w7"].eq(7).all()
+    # Of each file a row of 12 bytes, and the 8 digits of its checksum.
+    assert read == {f"part-000001-{rank:05d}.safetensors": 20 for rank in range(256)}
+
+    with _bytes_read(monkeypatch) as read:
+        wanted = {f"w{n}": torch.zeros(1, 3) for n in range(1000)}
+        catalog = catalog_of(tmp_path)
+        reads = [
+            one
+            for name, to in wanted.items()
+            for one in reads_of(catalog, name, Piece(Box((200, 0), (1, 3)), to))
+        ]
+        read_slices(tmp_path, catalog, reads, 1)
+    assert [to[0, 0].item() for to in wanted.values()] == list(range(1000))
+    assert read.keys() == {"part-000001-00200.safetensors"}
+    assert read["part-000001-00200.safetensors"] == 1000 * 20
 
 
 def test_rank_learns_of_a_save_and_a_load_as_much_however_many_ranks_there_are(tmp_path):
@@ -209,16 +264,16 @@ def test_the_rank_without_a_key_that_all_must_have_is_named_on_all(tmp_path):
     assert run_ranks(3, body) == ["x.b is not on rank 1"] * 3
 
 
-def test_what_a_save_returns_is_the_same_on_all_ranks_until_the_next_save(tmp_path):
+@pytest.mark.parametrize("length", [0, 1 << 17])  # of a value: manifests that are kept, and open
+def test_what_a_save_returns_is_the_same_on_all_ranks_and_after_later_saves(tmp_path, length):
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
-        state = {"w": distribute_tensor(counted(4, 2), mesh, [Shard(0)]), "n": {"x": 1}}
+        state = {"w": distribute_tensor(counted(4, 2), mesh, [Shard(0)]), "n": {"x": "1" * length}}
         held, other = (save(state, checkpoint_id=tmp_path / name) for name in "ab")
         again = pickle.loads(pickle.dumps(held))
-        save({"y": 2}, checkpoint_id=tmp_path / "b")
-        with pytest.raises(CheckpointError, match="replaced"):
-            _ = other.state_dict_metadata
-        assert again == held and held.storage_data is None
+        for _ in range(2):
+            save({"y": 2}, checkpoint_id=tmp_path / "b")
+        assert again == held == other and held.storage_data is None
         return held
 
     first, second = run_ranks(2, body)
@@ -226,3 +281,18 @@ def test_what_a_save_returns_is_the_same_on_all_ranks_until_the_next_save(tmp_pa
     rows = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([2, 2])) for at in (0, 2)]
     assert first.state_dict_metadata["w"].chunks == rows
     assert first.planner_data == {"w": ("w",), "n.x": ("n", "x")}
+
+
+def test_what_a_save_returns_is_an_error_if_another_save_was_faster(tmp_path):
+    save({"y": 2}, checkpoint_id=tmp_path)
+    held = read_later(tmp_path, b"0" * 64)
+    with pytest.raises(CheckpointError, match="not the one that was written"):
+        _ = held.state_dict_metadata
+
+
+def test_what_saves_return_keeps_no_file_open_when_it_is_freed(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    held = [save({"y": "2" * (1 << 17)}, checkpoint_id=tmp_path) for _ in range(3)]
+    assert len(os.listdir("/proc/self/fd")) >= len(before) + 3
+    del held
+    assert len(os.listdir("/proc/self/fd")) < len(before) + 3

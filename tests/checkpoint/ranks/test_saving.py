@@ -27,6 +27,8 @@ from dure.checkpoint import (
     save,
     saving,
 )
+from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.reading import faults
 from dure.errors import CheckpointNotWritten, Desync, UsageError
 from dure.tensor import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
@@ -332,3 +334,31 @@ def test_a_tensor_of_one_rank_that_other_ranks_have_under_another_name_too(tmp_p
         return loaded["own"].value["t"][0].item(), shared
 
     assert run_ranks(3, be) == [(5.0, None), (1.0, 1.0), (7.0, 1.0)]
+
+
+def test_places_in_the_manifest_are_those_of_the_writers(tmp_path):
+    """Rank 0 works out where each slice is in a file; its writer lays the file out by itself."""
+    half = torch.arange(6).to(torch.float16)
+    wanted = {
+        "w": counted(8, 2),
+        "x[0:2, 0:2]": counted(2, 2) + 50,  # the name that a slice of x gets
+        "half": half,
+        "x": counted(5, 2) + 70,
+        "b": torch.arange(3),
+        "a": counted(8, 2) + 100,
+        "complex": torch.tensor([1 + 2j, 3 - 4j]),
+        "number": torch.tensor(9.0),
+    }
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        rows = {n: distribute_tensor(wanted[n], mesh, [Shard(0)]) for n in ("w", "x", "a", "half")}
+        save(
+            {name: rows.get(name, value) for name, value in wanted.items()}, checkpoint_id=tmp_path
+        )
+
+    run_ranks(3, body)
+    assert faults(tmp_path, catalog_of(tmp_path)) == []
+    state = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert all(state[name].equal(value) for name, value in wanted.items())
