@@ -80,7 +80,7 @@ class Background:
             CheckpointException: The state cannot be saved, or the save before failed on some rank
                 and the program did not see it there.
 
-        Collective: all of the ranks. Two exchanges, and three in the thread.
+        Collective: all of the ranks. Two exchanges or three, and two in the thread.
         """
         last, self._last = self._last, None
         if last is not None:

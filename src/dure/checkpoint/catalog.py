@@ -26,7 +26,7 @@ Each column has one number per slice, or per file, as runs (`runs`): offsets and
 numbers of files, where slices begin behind their file's header, and which of its checksums is
 theirs (`slice_files`). "crc32c" has eight digits per file: the CRC-32C of its header. So a manifest
 of format 4 grows with the number of tensors, and by 8 bytes per rank, as long as slices are cut
-regularly. What grows with both, such as checksums, is in the files, of which a load reads only
+regularly. Checksums and all else that grows with both are in the files, of which a load reads only
 those that it needs.
 
 Format 1 was replaced before the first release. A later format begins with the same four fields, so
@@ -400,14 +400,14 @@ def _catalog(folder: Path, fields: dict[str, Any], digest: bytes) -> Catalog:
             catalog.cut(name)
     else:
         found = {n: Columns(*(tensor[f] for f in _FIELDS)) for n, tensor in tensors.items()}
-        catalog = Catalog(folder, tree, kinds, _Files(fields["files"]), found, digest)
+        catalog = Catalog(folder, tree, kinds, _FileTable(fields["files"]), found, digest)
     for name, leaf in catalog.leaves.items():
         if isinstance(leaf.value, Named) and leaf.value not in kinds:
             raise Unreadable(f"{NAME} has no tensor {leaf.value!r}, which {name!r} is said to be")
     return catalog
 
 
-class _Files(Sequence[StoredFile]):
+class _FileTable(Sequence[StoredFile]):
     """The files of a manifest of format 4.
 
     Raises:

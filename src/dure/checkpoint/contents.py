@@ -22,7 +22,7 @@ from dure.checkpoint.slice_files import FileRecord, Slice, Stored, TensorKind
 from dure.checkpoint.slices import Box, fault_of_boxes, fault_of_cover, full_box
 from dure.checkpoint.tree import Leaf, Named, decode, flatten
 
-__all__ = ["Catalog", "Columns", "Cut", "StoredFile", "columns_of", "leaves_of"]
+__all__ = ["Catalog", "Columns", "StoredFile", "TensorSlices", "columns_of", "leaves_of"]
 
 Array = np.ndarray[Any, Any]
 _FEW = 32
@@ -74,7 +74,7 @@ def columns_of(
     return Columns(dims[:num_dims], dims[num_dims:], files, begins, None, sums)
 
 
-class Cut:
+class TensorSlices:
     """The slices of one tensor.
 
     Args:
@@ -178,7 +178,7 @@ class Catalog:
     """Of each tensor; those without elements have no rows."""
     digest: bytes = b""
     """Equal for two ranks that read the same checkpoint."""
-    _cuts: dict[str, Cut] = field(default_factory=dict[str, Cut], compare=False)
+    _cuts: dict[str, TensorSlices] = field(default_factory=dict[str, TensorSlices], compare=False)
 
     @cached_property
     def leaves(self) -> dict[str, Leaf]:
@@ -208,7 +208,7 @@ class Catalog:
         """Whether all slices have checksums."""
         return all(c.places is not None or None not in c.sums for c in self.columns.values())
 
-    def cut(self, name: str) -> Cut:
+    def cut(self, name: str) -> TensorSlices:
         """Return the slices of a tensor.
 
         Raises:
@@ -216,7 +216,9 @@ class Catalog:
         """
         if name not in self._cuts:
             try:
-                self._cuts[name] = Cut(self.kinds[name].shape, self.columns[name], self.files)
+                self._cuts[name] = TensorSlices(
+                    self.kinds[name].shape, self.columns[name], self.files
+                )
             except (ValueError, TypeError, OverflowError) as e:
                 raise damaged(self.folder, f"of {name!r}, {e}") from None
         return self._cuts[name]

@@ -15,7 +15,7 @@ usually have what they had, and send digests only. The marks of tensors that sev
 are sent in each save, and compared (`replicas`).
 
 Cost: with n ranks of t tensors rank 0 takes O(n t log n) steps in arrays. The others take O(t).
-What rank 0 writes of it in the manifest are columns of runs (`runs`).
+In the manifest, rank 0 describes the division in columns of runs (`runs`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Columns of numbers in the manifest, as runs of a constant step.
 
-What ranks have of a tensor is mostly regular: slice k begins at row 64 k and is in the file of rank
-k. A *run* is [first, step, count]: the numbers first, first + step, and so on. A *column* is a list
-of runs and single numbers, so a tensor of 10,000 equal slices takes as much text as one of 4:
+Most tensors are divided regularly: slice k begins at row 64 k, and is in the file of rank k. A
+*run* is [first, step, count]: the numbers first, first + step, and so on. A *column* is a list of
+runs and single numbers, so a tensor of 10,000 equal slices takes as much text as one of 4:
 
     [[0, 64, 10000]]          0, 64, 128, ... 639936
     [[64, 0, 9999], 17]       64, 64, ... 64, 17

@@ -1,11 +1,12 @@
 """Saving a state dictionary: each rank writes its slices, rank 0 the manifest.
 
-1. Rank 0 makes the folder; all report digests of their slices and their trees, and learn which of
-   these rank 0 does not have.
-2. They send these; rank 0 compares and divides what all have, and each learns what it writes
+1. Rank 0 makes the folder; all report digests of their slices and their trees, with these if they
+   are short. Rank 0 compares and divides what all have, and each learns what it writes
    (`planning`). A save in the background holds copies from here on, and makes the folder later.
+2. Only if rank 0 does not have all of them, neither from this save nor from those before: it asks
+   for what it lacks in the answer to 1, and divides then.
 3. Each writes its file, through to the disk, and sends rank 0 its length and header's checksum.
-4. Rank 0 puts the manifest in its place; all learn that it is written.
+   Rank 0 puts the manifest in its place; all learn that it is written.
 
 A failure on any rank fails on all, before anything of the folder's checkpoint is touched.
 """
@@ -95,6 +96,8 @@ __all__ = ["OnDemand", "Saving", "Taken", "begin", "save_into", "take"]
 _NO_RULE = ReplicaRule()
 _NOT_SAVED = "the checkpoint was not saved"
 _log = logs.logger("checkpoint")
+_MOST_EARLY_BYTES = 1 << 20
+"""Of what all ranks send together before rank 0 has asked for it."""
 _SHOWN = 8
 """Ranks of which the log says what they wrote."""
 
@@ -124,7 +127,7 @@ class Taken:
 
 
 class _Summary(NamedTuple):
-    """What a rank sends to rank 0 first."""
+    """Digests of what a rank has."""
 
     keys: tuple[bytes, bytes]
     """Digests of its description."""
@@ -152,7 +155,25 @@ class _Sent(NamedTuple):
     description: Description
     tree: Any
     rules: dict[str, ReplicaRule] | None
+
+    def only(self, wanted: _Wanted) -> _Sent:
+        """Return what is wanted of it."""
+        skeleton, boxes = self.description
+        description = Description(skeleton * wanted.skeleton, boxes * wanted.boxes)
+        tree, rules = self.tree if wanted.tree else None, self.rules if wanted.rules else None
+        return _Sent(description, tree, rules)
+
+
+class _First(NamedTuple):
+    """What a rank sends to rank 0 first."""
+
+    summary: _Summary
     own: tuple[Keys, Any] | None
+    """As in `Taken`."""
+    early: _Sent | None
+    """What rank 0 may not have, if it is short."""
+    begun: Any
+    """What `before` of `Saving` returned."""
 
 
 class _Shared(NamedTuple):
@@ -229,6 +250,28 @@ def _changed(tree: dict[str, Any], keys: set[str]) -> dict[str, Any]:
     }
 
 
+_NOTHING = _Sent(Description(b"", b""), None, None)
+
+
+def _first(taken: Taken, begun: Any, most_bytes: int) -> tuple[_First, _Sent]:
+    """Return what a rank sends first, and all that rank 0 may ask for.
+
+    Args:
+        taken: The state of this rank.
+        begun: What `before` returned.
+        most_bytes: Up to this length, all is sent at once.
+    """
+    description, tree = described(taken.offer), json.dumps(taken.tree).encode()
+    rules = repr(_in_order(taken.rules)).encode()
+    skeleton, boxes = map(digest_of, description)
+    marks = marks_of([taken.memory[part] for part in marked_of(taken.offer)])
+    has_empty = not all(boxes for _, boxes, _ in taken.offer.values())
+    summary = _Summary((skeleton, boxes), digest_of(tree), digest_of(rules), marks, has_empty)
+    every = _Sent(description, taken.tree, taken.rules)
+    is_short = sum(map(len, description)) + len(tree) + len(rules) <= most_bytes
+    return _First(summary, taken.own, every if is_short else None, begun), every
+
+
 class Saving:
     """One save of one rank.
 
@@ -241,7 +284,8 @@ class Saving:
         CheckpointException: It failed on some ranks; nothing was written.
         UsageError: The backend is `fake`.
 
-    Collective: all of `ranks`. Two exchanges.
+    Collective: all of `ranks`. One exchange; two if rank 0 does not have what they have, and it is
+    not short.
     """
 
     def __init__(
@@ -252,63 +296,63 @@ class Saving:
     ) -> None:
         ranks.require_others()
         self._ranks = ranks
-        mine: list[Taken] = []
-        descriptions: list[Description] = []
+        mine: list[tuple[Taken, _Sent]] = []
         self._division: Division | None = None
         self._summaries: list[_Summary] = []
-        """Both on rank 0."""
+        self._owns: list[tuple[Keys, Any] | None] = []
+        """All on rank 0."""
 
-        def prepare() -> tuple[_Summary, Any]:
+        def prepare() -> _First:
             begun = before()
             if isinstance(state_dict, Taken):
-                mine.append(state_dict)
+                taken = state_dict
             elif isinstance(state_dict, Mapping):
-                mine.append(take(state_dict, ranks.global_ranks))
+                taken = take(state_dict, ranks.global_ranks)
             else:
-                mine.append(state_dict())
-            taken = mine[0]
-            descriptions.append(described(taken.offer))
-            skeleton, boxes = map(digest_of, descriptions[0])
-            marks = marks_of([taken.memory[part] for part in marked_of(taken.offer)])
-            has_empty = not all(boxes for _, boxes, _ in taken.offer.values())
-            tree = digest_of(json.dumps(taken.tree).encode())
-            rules = digest_of(repr(_in_order(taken.rules)).encode())
-            return _Summary((skeleton, boxes), tree, rules, marks, has_empty), begun
+                taken = state_dict()
+            first, every = _first(taken, begun, _MOST_EARLY_BYTES // ranks.size)
+            mine.append((taken, every))
+            return first
 
-        def ask(prepared: list[tuple[_Summary, Any]]) -> list[tuple[_Wanted, Any]]:
-            self._summaries = [summary for summary, _ in prepared]
-            begun = prepared[0][1]
-            return [(wanted, begun) for wanted in self._wanted(known_to(ranks.group))]
+        def ask(firsts: list[_First]) -> list[tuple[_Wanted | None, Any, Any]]:
+            known, begun = known_to(ranks.group), firsts[0].begun
+            self._summaries, self._owns = [f.summary for f in firsts], [f.own for f in firsts]
+            wanted = self._wanted(known)
+            early = [mine[0][1], *(first.early for first in firsts[1:])]
+            if any(any(w) and e is None for w, e in zip(wanted, early, strict=True)):
+                return [(one, begun, None) for one in wanted]
+            sent = [(e or _NOTHING).only(w) for e, w in zip(early, wanted, strict=True)]
+            return [(None, begun, answer) for answer in self._divide(known, sent)]
 
-        wanted, self.begun = ranks.decided(_NOT_SAVED, prepare, ask, apart=True)
+        wanted, self.begun, answer = ranks.decided(_NOT_SAVED, prepare, ask, apart=True)
         """`begun`: what `before` returned on rank 0."""
-
-        def send() -> _Sent:
-            skeleton, boxes = descriptions[0]
-            described = Description(skeleton * wanted.skeleton, boxes * wanted.boxes)
-            taken = mine[0]
-            tree, rules = taken.tree if wanted.tree else None, taken.rules if wanted.rules else None
-            return _Sent(described, tree, rules, taken.own)
-
-        def divide(sent: list[_Sent]) -> list[Any]:
-            try:
-                self._division = self._agree(known_to(ranks.group), sent)
-            except (CheckpointMismatch, UsageError) as e:
-                return [e.with_traceback(None)] * ranks.size
-            return [positions.astype(np.int32) for positions in self._division.positions]
-
-        answer = ranks.decided(_NOT_SAVED, send, divide, apart=True)
-        self._memory, self._fault, self._shared = mine[0].memory, None, None
-        self._kinds = {name: kind for name, (kind, _, _) in mine[0].offer.items()}
+        taken, every = mine[0]
+        if wanted is not None:
+            answer = ranks.decided(
+                _NOT_SAVED,
+                lambda: every.only(wanted),
+                lambda sent: self._divide(known_to(ranks.group), sent),
+                apart=True,
+            )
+        self._memory, self._fault, self._shared = taken.memory, None, None
+        self._kinds = {name: kind for name, (kind, _, _) in taken.offer.items()}
         self._parts: list[Slice] = []
         """The slices that this rank writes, in the order of its file."""
         if isinstance(answer, Exception):
             self._fault = answer
             return
-        every = parts_of(mine[0].offer)
-        found = [every[position] for position in answer.tolist()]
+        parts = parts_of(taken.offer)
+        found = [parts[position] for position in answer.tolist()]
         self._layout = FileLayout.summed(found, self._kinds)
         self._parts = list(self._layout.begins)
+
+    def _divide(self, known: Known, sent: list[_Sent]) -> list[Any]:
+        """Return for each rank the positions that it writes; or the error for all of them."""
+        try:
+            self._division = self._agree(known, sent)
+        except (CheckpointMismatch, UsageError) as e:
+            return [e.with_traceback(None)] * self._ranks.size
+        return [positions.astype(np.int32) for positions in self._division.positions]
 
     def _wanted(self, known: Known) -> list[_Wanted]:
         """Return what each rank must send: of equal things, the lowest rank's are enough."""
@@ -334,9 +378,9 @@ class Saving:
         for rank, tree in self._trees.items():
             self._tree = merged(self._tree, tree, partial(_noted, differences, rank))
         has_own = False
-        for rank, one in enumerate(sent):
-            if one.own is not None:
-                keys, node = one.own
+        for rank, own in enumerate(self._owns):
+            if own is not None:
+                keys, node = own
                 if not has_own:  # the tree of rank 0, whose nodes these are, stays as it is
                     self._tree = {**self._tree, keys[0]: deepcopy(self._tree[keys[0]])}
                 has_own = True
@@ -409,9 +453,9 @@ class Saving:
             CheckpointException: It failed on some ranks; earlier checkpoints are unchanged. If the
                 failure is an `Unflushed`, the new checkpoint is in place.
 
-        Collective: all of the ranks. Two exchanges.
+        Collective: all of the ranks. One exchange.
         """
-        ranks, wrote = self._ranks, False
+        ranks, wrote, publishing = self._ranks, False, False
         written: dict[int, FileRecord] = {}
 
         def write() -> FileRecord | None:
@@ -433,23 +477,19 @@ class Saving:
                 seen = f"rank 0 made the folder, and rank {ranks.rank} got: {e.strerror}"
                 raise not_shared(path, seen) from e
 
-        def note(records: list[FileRecord | None]) -> None:
+        def publish_on_rank_0(records: list[FileRecord | None]) -> Published:
+            nonlocal publishing
+            publishing = True
             written.update({r: record for r, record in enumerate(records) if record is not None})
-
-        def publish_on_rank_0() -> Published:
             assert self._division is not None
             manifest = Manifest(self._tree, number, written, self._division.text)
             return publish(path, manifest, folder.check)
 
         try:
-            ranks.decided(_NOT_SAVED, write, note)
+            digest, unflushed = ranks.decided(_NOT_SAVED, write, publish_on_rank_0)
         except BaseException as e:
-            self._clean_up(e, folder, path, number, wrote)
-            raise
-        try:
-            digest, unflushed = ranks.first_or_none(_NOT_SAVED, publish_on_rank_0)
-        except CheckpointException as e:  # rank 0 has not published; else that is unknown
-            self._clean_up(e, folder, path, number, wrote)
+            if isinstance(e, CheckpointException) or not publishing:  # else it may be in place
+                self._clean_up(e, folder, path, number, wrote)
             raise
         try:
             if unflushed is not None:
@@ -583,7 +623,7 @@ def save_into(
     Raises:
         CheckpointException: It failed on some ranks; earlier checkpoints are unchanged.
 
-    Collective: all of `ranks`. Four exchanges.
+    Collective: all of `ranks`. Two exchanges, or three (`Saving`).
     """
     folder = Folder(path)
     try:

@@ -92,9 +92,9 @@ def save(
         CheckpointException: It failed on some ranks (`failures`: which and why); raised on all.
         UsageError: No folder is given, or an object of another library.
 
-    Collective: all ranks of the group must call; four exchanges, and three more with a custom
-    planner; four with a `StorageWriter`. Returns when the checkpoint is on
-    the disk.
+    Collective: all ranks of the group must call; two exchanges, or three if ranks have much that
+    the save before had not; three more with a custom planner; four with a `StorageWriter`. Returns
+    when the checkpoint is on the disk.
 
     Cost: each byte is read and written once, by one rank; memory: one slice where it is not
     contiguous on the CPU. Ranks send what they have to rank 0, which plans and writes the manifest;
@@ -214,7 +214,8 @@ def async_save(
             it was not waited for.
         UsageError: As `save`.
 
-    Collective: all ranks of the group must call; three exchanges, and the first time a new group.
+    Collective: all ranks of the group must call; two or three exchanges, and the first time a new
+    group.
     Waits for the save before.
 
     Cost: one copy of the bytes that this rank writes, which are as many bytes of memory, kept.

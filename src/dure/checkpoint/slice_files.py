@@ -299,7 +299,7 @@ class SliceFile:
 
     Args:
         path: The file.
-        record: What the manifest has of it.
+        record: Its record in the manifest.
         stays_open: Whether it is open until `close`, or only while something is read.
         num_wanted: How many bytes of slices will be read; a long header is compared only if it is
             not longer than these. None: it is always compared.

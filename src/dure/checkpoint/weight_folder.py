@@ -406,8 +406,8 @@ def save_weights(
     Raises:
         CheckpointException: It failed on some ranks, or there are values in the state.
 
-    Collective: all of `ranks`. Six exchanges; one more, and those of `WeightWriter.exchange`, if a
-        tensor is divided by columns.
+    Collective: all of `ranks`. Five exchanges, or six (`Saving`); one more, and those of
+        `WeightWriter.exchange`, if a tensor is divided by columns.
     """
     place, leads = Folder(folder), ranks.rank == 0
     begun: list[_FolderState] = []
