@@ -112,11 +112,12 @@ def run(rank: int, path: str, source: str, folder: str, port: int) -> str:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(dure.get_world_size())}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.manual_seed(0)
-    printed = io.StringIO()
+    printed, world = io.StringIO(), dure.group.WORLD
     with (
         warnings.catch_warnings(),  # the page's filters are not those of the next
         contextlib.redirect_stdout(printed),
         mock.patch.object(dure, "init_process_group"),
+        mock.patch.object(dure, "process_group", return_value=contextlib.nullcontext(world)),
         mock.patch.object(dure, "destroy_process_group"),
     ):
         exec(compile(source, path, "exec"), module.__dict__)

@@ -63,6 +63,21 @@ def test_a_rank_of_a_held_round_that_crashed_and_does_not_exit_is_killed() -> No
     assert machine.wake_at is None
 
 
+def test_a_rank_of_a_held_round_that_hangs_is_killed() -> None:
+    assert Supervisor(2, TIMING, Policy.HOLD).hung(1, 0.0) == [Kill(1)]
+
+
+def test_a_rank_of_a_held_round_that_hangs_gets_time_to_write_its_flight_record() -> None:
+    machine = Supervisor(2, Timing(settle_s=1.0), Policy.HOLD)
+    assert machine.hung(1, 0.0) == machine.hung(1, 0.5) == []
+    assert machine.wake_at == 1.0
+    assert machine.tick(0.9) == []
+    assert machine.tick(1.0) == [Kill(1)]
+    assert machine.tick(1.1) == []
+    machine.exited(1, Exit(signal=9), 1.2)
+    assert machine.wake_at is None
+
+
 def test_a_round_that_is_stopped_from_elsewhere_ends_its_ranks() -> None:
     machine = Supervisor(2, TIMING, Policy.REPORT)
     assert machine.stop(0.0, explain=True) == [AskStacks((0, 1))]

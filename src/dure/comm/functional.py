@@ -95,6 +95,21 @@ def group_of(group: Group, op: str) -> ProcessGroup:
     Raises:
         UsageError: No group of this rank has these ranks, or this name; or it is none of the forms.
         NotInGroupError: This rank is not a member.
+
+    Args:
+        group: A group, its name, a list of global ranks, a mesh of one axis, or a mesh and
+            one of its axes (number or name); the default group if None.
+        op: The name of the operation, for error messages.
+
+    Returns:
+        The group.
+
+    Example:
+        ```python
+        from dure.comm import functional as funcol
+
+        assert funcol.group_of([0, 1], "all_reduce").size() == 2
+        ```
     """
     if torch.compiler.is_dynamo_compiling():
         return _group_to_compile(group, op)
@@ -192,6 +207,20 @@ def all_reduce(
 
     Shapes:
         tensor [*] on all ranks; result [*].
+
+    Returns:
+        A new tensor.
+
+    Raises:
+        UsageError: An argument is wrong on this rank; nothing was sent.
+        CommError: The operation failed; raised when the result is first used.
+
+    Example:
+        ```python
+        mine = torch.tensor([dist.get_rank() + 1.0])  # 1 on rank 0, 2 on rank 1
+        total = funcol.all_reduce(mine, "sum", None)
+        assert total.tolist() == [3.0] and mine.item() == dist.get_rank() + 1
+        ```
     """
     pg = group_of(group, "all_reduce")
     tensor, op = maps.summed(tensor, reduceOp)
@@ -203,6 +232,15 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None, tag: str = ""
 
     Shapes:
         tensor [*] on all ranks, of which only that of `src` is read; result [*].
+
+    Returns:
+        A new tensor.
+
+    Example:
+        ```python
+        mine = torch.tensor([dist.get_rank() + 1.0])
+        assert funcol.broadcast(mine, 1, None).tolist() == [2.0]
+        ```
     """
     pg = group_of(group, "broadcast")
     return maps.apply(maps.Broadcast(pg, pg.peer(None, src, "broadcast", "src")), tensor)[0]
@@ -215,6 +253,15 @@ def all_gather_tensor(
 
     Shapes:
         tensor [*, k, *], the same on all ranks; result [*, n*k, *]. A scalar counts as [1].
+
+    Returns:
+        A new tensor.
+
+    Example:
+        ```python
+        mine = torch.tensor([dist.get_rank()])
+        assert funcol.all_gather_tensor(mine, 0, None).tolist() == [0, 1]
+        ```
     """
     pg = group_of(group, "all_gather_tensor")
     tensor = tensor if tensor.dim() else tensor.reshape(1)
@@ -232,6 +279,15 @@ def reduce_scatter_tensor(
 
     Shapes:
         tensor [*, n*k, *], the same on all ranks; result [*, k, *].
+
+    Returns:
+        A new tensor.
+
+    Example:
+        ```python
+        part = funcol.reduce_scatter_tensor(torch.tensor([1.0, 2.0]), "sum", 0, None)
+        assert part.tolist() == [2.0 * (dist.get_rank() + 1)]  # on 2 ranks
+        ```
     """
     pg = group_of(group, "reduce_scatter_tensor")
     dim = _dim(tensor, scatter_dim, "reduce_scatter_tensor")
@@ -254,6 +310,16 @@ def all_to_all_single(
 
     Shapes:
         tensor [sum(input_split_sizes), *]; result [sum(output_split_sizes), *].
+
+    Returns:
+        A new tensor.
+
+    Example:
+        ```python
+        rank = dist.get_rank()
+        mine = torch.tensor([10 * rank, 10 * rank + 1])  # row j is for rank j
+        assert funcol.all_to_all_single(mine, None, None, None).tolist() == [rank, 10 + rank]
+        ```
     """
     op = "all_to_all_single"
     pg = group_of(group, op)
@@ -276,6 +342,15 @@ def permute_tensor(
     Shapes:
         tensor [k, *] on all ranks; result [k, *], or [0, *] if no rank sends here. A scalar counts
         as [1].
+
+    Returns:
+        A new tensor.
+
+    Example:
+        ```python
+        swapped = funcol.permute_tensor(torch.tensor([rank]), [1, 0], None)  # 0 to 1, and 1 to 0
+        assert swapped.tolist() == [1 - rank]
+        ```
     """
     op = "permute_tensor"
     pg = group_of(group, op)
@@ -307,14 +382,42 @@ all_to_all_single_autograd = all_to_all_single
 def all_reduce_coalesced(
     self: Sequence[torch.Tensor], reduceOp: object, group: Group = None, tag: str = ""
 ) -> list[torch.Tensor]:
-    """Return the reductions of several tensors; see `all_reduce`."""
+    """Return the reductions of several tensors; see `all_reduce`.
+
+    Args:
+        self: The tensors.
+        reduceOp: As in `all_reduce`.
+
+    Returns:
+        New tensors, in the same order.
+
+    Example:
+        ```python
+        sums = funcol.all_reduce_coalesced([torch.ones(2), torch.ones(3)], "sum", None)
+        assert [s.tolist() for s in sums] == [[2.0, 2.0], [2.0, 2.0, 2.0]]
+        ```
+    """
     return [all_reduce(tensor, reduceOp, group, tag) for tensor in self]
 
 
 def all_gather_single_coalesced(
     self: Sequence[torch.Tensor], group: Group = None, tag: str = ""
 ) -> list[torch.Tensor]:
-    """Return all ranks' tensors joined along dim 0, for several tensors."""
+    """Return all ranks' tensors joined along dim 0, for several tensors.
+
+    Args:
+        self: The tensors.
+
+    Returns:
+        New tensors, in the same order.
+
+    Example:
+        ```python
+        mine = torch.tensor([rank])
+        first, second = funcol.all_gather_single_coalesced([mine, mine + 10], None)
+        assert first.tolist() == [0, 1] and second.tolist() == [10, 11]
+        ```
+    """
     return [all_gather_tensor(tensor, 0, group, tag) for tensor in self]
 
 
@@ -329,6 +432,16 @@ def reduce_scatter_single_coalesced(
 
     Args:
         scatter_dim: One dim for each tensor.
+
+    Returns:
+        New tensors, in the same order.
+
+    Example:
+        ```python
+        inputs = [torch.ones(2), torch.ones(4)]
+        parts = funcol.reduce_scatter_single_coalesced(inputs, "sum", [0, 0], None)
+        assert [p.tolist() for p in parts] == [[2.0], [2.0, 2.0]]
+        ```
     """
     pairs = zip(inputs, scatter_dim, strict=True)
     return [reduce_scatter_tensor(tensor, reduceOp, dim, group, tag) for tensor, dim in pairs]

@@ -400,6 +400,13 @@ def process_group(*args: Any, **kwargs: Any) -> Iterator[ProcessGroup]:
         The default group. It is destroyed at the end of the block. If the block raises, it first
         waits for saves in the background, and aborts pending operations, so that leaving does not
         hide the error.
+
+    Example:
+        ```python
+        with dist.process_group("shm") as world:
+            assert world.size() == 2
+            dist.barrier()
+        ```
     """
     init_process_group(*args, **kwargs)
     world = current_world()

@@ -323,6 +323,15 @@ def recv_object_list(
 
     Raises:
         CommError: The operation failed.
+
+    Example:
+        ```python
+        found = [None]
+        if dist.get_rank() == 0:
+            dist.send_object_list([{"step": 3}], dst=1)
+        else:
+            assert dist.recv_object_list(found, src=0) == 0 and found == [{"step": 3}]
+        ```
     """
     op = "recv_object_list"
     pg, where = _group(group, op, device)

@@ -116,6 +116,17 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises:
         CommError: The operation failed.
+
+    Args:
+        tensor: The result of a functional collective; any other tensor is returned as it is.
+
+    Example:
+        ```python
+        from dure.comm import functional as funcol
+
+        total = funcol.wait_tensor(funcol.all_reduce(torch.ones(1), "sum", None))
+        assert total.item() == 2.0
+        ```
     """
     if isinstance(tensor, AsyncCollectiveTensor):
         state: dict[str, Work] = vars(tensor)

@@ -121,7 +121,14 @@ def recv(
         As `send`.
 
     Example:
-        See `send`.
+        ```python
+        x = torch.zeros(3)
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(3), dst=1)
+        else:
+            assert dist.recv(x) == 0  # from any rank
+            assert x.tolist() == [1.0, 1.0, 1.0]
+        ```
     """
     pg = resolve(group, "recv")
     source = pg.group_rank_of.get(src) if group_src is None and type(src) is int else None
@@ -150,7 +157,13 @@ def irecv(
         The work, which raises the errors of `recv`; its `source_rank()` is the sender.
 
     Example:
-        See `isend`.
+        ```python
+        x, peer = torch.zeros(3), 1 - dist.get_rank()
+        arriving = dist.irecv(x, src=peer)
+        dist.send(torch.full((3,), float(peer)), dst=peer)
+        arriving.wait()
+        assert x.tolist() == [float(dist.get_rank())] * 3
+        ```
     """
     pg = resolve(group, "irecv")
     return pg.irecv(tensor, pg.source(src, group_src, "irecv"), tag, True)

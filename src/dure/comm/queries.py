@@ -83,6 +83,12 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
     Raises:
         NotInGroupError: It is not a member of the group.
+
+    Example:
+        ```python
+        pair = dist.new_group([0, 1])
+        assert dist.get_group_rank(pair, 1) == 1
+        ```
     """
     return _found(group, "get_group_rank").group_rank(global_rank)
 
@@ -99,6 +105,12 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
     Raises:
         NotInGroupError: The group has no such rank.
+
+    Example:
+        ```python
+        pair = dist.new_group([0, 1])
+        assert dist.get_global_rank(pair, 1) == 1
+        ```
     """
     pg = _found(group, "get_global_rank")
     return pg.global_ranks[pg.peer(None, group_rank, "get_global_rank", "rank")]
@@ -132,6 +144,11 @@ def get_backend(group: ProcessGroup | None = None) -> str:
 
     Returns:
         The name of the backend for CPU tensors.
+
+    Example:
+        ```python
+        assert dist.get_backend() == "shm"
+        ```
     """
     return _found(group, "get_backend").backend_name
 
@@ -144,17 +161,42 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
 
     Returns:
         Devices and backends, such as "cpu:shm" or "cpu:shm,cuda:nccl".
+
+    Example:
+        ```python
+        assert dist.get_backend_config() == "cpu:shm"
+        ```
     """
     return _found(group, "get_backend_config").backend_config
 
 
 def get_pg_count() -> int:
-    """Return how many groups this rank is a member of."""
+    """Return how many groups this rank is a member of.
+
+    Returns:
+        The number of groups, the default group included.
+
+    Example:
+        ```python
+        before = dist.get_pg_count()
+        dist.new_group([0, 1])
+        assert dist.get_pg_count() == before + 1
+        ```
+    """
     return len(_world().groups)
 
 
 def is_initialized() -> bool:
-    """Tell whether the default group exists."""
+    """Tell whether the default group exists.
+
+    Returns:
+        True after `init_process_group`, until `destroy_process_group`.
+
+    Example:
+        ```python
+        assert dist.is_initialized()
+        ```
+    """
     return _world().default is not None
 
 
@@ -166,6 +208,14 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
     Raises:
         UsageError: LOCAL_RANK is not set and there is no fallback.
+
+    Returns:
+        The number of this process among those of its host, from 0 on.
+
+    Example:
+        ```python
+        assert dist.get_node_local_rank(fallback_rank=0) >= 0
+        ```
     """
     rank = env.integer("LOCAL_RANK", fallback_rank)
     if rank is None:
@@ -181,12 +231,33 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def is_available() -> bool:
-    """Tell that the package works here."""
+    """Tell that the package works here.
+
+    Returns:
+        True.
+
+    Example:
+        ```python
+        assert dist.is_available()
+        ```
+    """
     return True
 
 
 def is_backend_available(backend: str) -> bool:
-    """Tell whether the backend `backend` exists and can run on this machine."""
+    """Tell whether the backend `backend` exists and can run on this machine.
+
+    Args:
+        backend: The name, such as "shm".
+
+    Returns:
+        True if a group with it can be made here.
+
+    Example:
+        ```python
+        assert dist.is_backend_available("shm") and not dist.is_backend_available("no_such")
+        ```
+    """
     name = backend.lower()
     if name in {"shm", "hybrid", "hybrid_mpi"} and not native_available()[0]:
         return False
@@ -205,12 +276,32 @@ def engine_error() -> str:
 
 
 def is_gloo_available() -> bool:
-    """Tell whether torch was built with Gloo."""
+    """Tell whether torch was built with Gloo.
+
+    Returns:
+        True if a group over "gloo" can be made.
+
+    Example:
+        ```python
+        if dist.is_gloo_available():
+            assert dist.is_backend_available("gloo")
+        ```
+    """
     return hasattr(torch._C, "_distributed_c10d")  # pyright: ignore[reportPrivateUsage]
 
 
 def is_nccl_available() -> bool:
-    """Tell whether torch was built with NCCL, and there is a GPU."""
+    """Tell whether torch was built with NCCL, and there is a GPU.
+
+    Returns:
+        True if a group over "nccl" can be made.
+
+    Example:
+        ```python
+        backend = "nccl" if dist.is_nccl_available() else "shm"
+        assert dist.is_backend_available(backend)
+        ```
+    """
     return torch.cuda.is_available() and hasattr(torch._C, "_nccl_version")  # pyright: ignore[reportPrivateUsage]
 
 
@@ -218,29 +309,78 @@ def is_mpi_available() -> bool:
     """Tell whether the backend `mpi` can run: mpi4py is installed, and finds an MPI library.
 
     MPI is not started by asking.
+
+    Returns:
+        True if a group over "mpi" can be made.
+
+    Example:
+        ```python
+        if not dist.is_mpi_available():
+            assert not dist.is_backend_available("mpi")
+        ```
     """
     return mpi_library.available()
 
 
 def is_ucc_available() -> bool:
-    """Tell whether there is a backend `ucc`."""
+    """Tell whether there is a backend `ucc`.
+
+    Returns:
+        False, unless a backend of this name was registered.
+
+    Example:
+        ```python
+        assert not dist.is_ucc_available()
+        ```
+    """
     return "ucc" in known_backends()
 
 
 def is_xccl_available() -> bool:
-    """Tell whether there is a backend `xccl`."""
+    """Tell whether there is a backend `xccl`.
+
+    Returns:
+        False, unless a backend of this name was registered.
+
+    Example:
+        ```python
+        assert not dist.is_xccl_available()
+        ```
+    """
     return "xccl" in known_backends()
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Return the backend that suits `device` best on this machine, ranks on one host assumed."""
+    """Return the backend that suits `device` best on this machine, ranks on one host assumed.
+
+    Args:
+        device: A device, or its type.
+
+    Returns:
+        The name of the backend.
+
+    Example:
+        ```python
+        assert dist.get_default_backend_for_device("cpu") == "shm"
+        ```
+    """
     if torch.device(device).type == "cuda":
         return "nccl"
     return "shm" if native_available()[0] else "gloo"
 
 
 def is_torchelastic_launched() -> bool:
-    """Tell whether a launcher (`dure run`, torchrun) started this process."""
+    """Tell whether a launcher (`dure run`, torchrun) started this process.
+
+    Returns:
+        True if a launcher started it.
+
+    Example:
+        ```python
+        if dist.is_torchelastic_launched():
+            assert dist.get_node_local_rank() >= 0
+        ```
+    """
     return env.text("TORCHELASTIC_RUN_ID") is not None
 
 
@@ -271,6 +411,14 @@ def get_debug_level() -> DebugLevel:
 
     Raises:
         UsageError: The variable has another value than OFF, INFO and DETAIL.
+
+    Returns:
+        The level.
+
+    Example:
+        ```python
+        assert isinstance(dist.get_debug_level(), dist.DebugLevel)
+        ```
     """
     return DebugLevel[env.debug_level()] if _level is None else _level
 
@@ -280,6 +428,15 @@ def set_debug_level(level: DebugLevel) -> None:
 
     Raises:
         UsageError: It is not a `DebugLevel`.
+
+    Args:
+        level: OFF, INFO or DETAIL.
+
+    Example:
+        ```python
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        assert dist.get_debug_level() is dist.DebugLevel.INFO
+        ```
     """
     global _level
     name = getattr(level, "name", "")  # of torch's, too
@@ -299,5 +456,14 @@ def set_debug_level_from_env() -> None:
 
     Raises:
         UsageError: The variable has another value.
+
+    Example:
+        ```python
+        import os
+
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
+        dist.set_debug_level_from_env()
+        assert dist.get_debug_level() is dist.DebugLevel.OFF
+        ```
     """
     set_debug_level(DebugLevel[env.debug_level()])

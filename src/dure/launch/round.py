@@ -332,6 +332,8 @@ class RoundRun:
             case "hung":
                 self.hang.active(now)
                 self._terminal.note("hung", after_s=self._place.spec.hang_timeout_s)
+                for rank in alive if self._place.spec.trace_dir is not None else ():
+                    self.ranks[rank].ask_record()
                 self._end_hang(likely_cause(last), now)
             case _:
                 return
@@ -340,7 +342,7 @@ class RoundRun:
         """End the round, or the rank alone if the others may continue without it."""
         measures = self.supervisor.hung(local_rank, now)
         crash = self._hang_of(local_rank)
-        if crash is not None and Kill(local_rank) in measures:
+        if crash is not None and self.supervisor.policy is Policy.HOLD:
             self._terminal.say(f"rank {self.round.rank(local_rank)} hangs, and is killed:")
             for line in crash.traceback.splitlines():
                 self._terminal.say(f"  {line}")

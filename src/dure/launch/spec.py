@@ -96,7 +96,8 @@ class JobSpec:
         key: The job's key; without one, one is minted for this job alone.
         log_dir: A folder for files with each rank's output as it came; it is shown as well.
         trace_dir: Where the ranks write their flight records. When one fails, the others get a
-            second to fail because of it, and to write theirs, before they are ended.
+            second to fail because of it, and to write theirs, before they are ended. Ranks that
+            `hang_timeout_s` ends write theirs as well.
         on_line: Gets each line in place of the terminal. It runs on the thread of `run_job`, and
             the ranks' output waits for it.
         stdin: "rank0": rank 0 reads this process's standard input; "none": no rank does.

@@ -95,7 +95,7 @@ class Timing:
         sweep_s: Between two looks for remaining processes.
         give_up_s: For SIGKILL to work, which only a process stuck in the kernel resists.
         settle_s: For the other ranks to fail because of the first, and to write their flight
-            records.
+            records; and for a rank that hangs to write its own before it is killed.
     """
 
     stacks_s: float = 0.3
@@ -150,6 +150,7 @@ class Supervisor:
         policy: Which ends of ranks end the round.
 
     Attributes:
+        policy: Which ends of ranks end the round.
         phase: Where the round is on its way to the end.
         first_failure: The rank that failed first while the round ran.
         interrupted_by: The first signal that asked the launcher to end.
@@ -169,12 +170,13 @@ class Supervisor:
         self.exits: dict[int, Exit] = {}
         self._timing = timing
         self._nproc = nproc
-        self._policy = policy
+        self.policy = policy
         self._deadline: float | None = None
         self._sweep_at: float | None = None
         self._one_request_until = 0.0
         self._silent: set[int] = set()  # asked for their stack, without an answer yet
         self._crashed: dict[int, float] = {}  # when a crash was reported
+        self._hung_until: dict[int, float] = {}  # when a rank that hangs is killed
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -197,8 +199,11 @@ class Supervisor:
         if self.phase is not RoundPhase.RUNNING:
             return []
         self.hung_ranks.add(rank)
-        if self._policy is Policy.HOLD:  # the others may continue without it
-            return [Kill(rank)]
+        if self.policy is Policy.HOLD:  # the others may continue without it
+            if self._timing.settle_s == 0:
+                return [Kill(rank)]
+            self._hung_until.setdefault(rank, now + self._timing.settle_s)
+            return []
         self.first_failure = None
         return self._failed(rank, now)
 
@@ -209,7 +214,7 @@ class Supervisor:
         if self.phase is RoundPhase.RUNNING:
             if not self.succeeded(rank):
                 return self._failed(rank, now)
-            if self._all_succeeded and self._policy is not Policy.HOLD:
+            if self._all_succeeded and self.policy is not Policy.HOLD:
                 return self._leave(now)
             return []
         if self.phase is RoundPhase.EXPLAINING:
@@ -232,6 +237,7 @@ class Supervisor:
         """Another process was started in place of one that has ended."""
         self.exits.pop(rank, None)
         self._crashed.pop(rank, None)
+        self._hung_until.pop(rank, None)
         self.hung_ranks.discard(rank)
 
     def stop(self, now: float, *, explain: bool = False, saving: bool = False) -> list[Measure]:
@@ -243,7 +249,7 @@ class Supervisor:
         if self.phase is not RoundPhase.RUNNING:
             return []
         if not self.alive:
-            failed = explain and self._policy is not Policy.HOLD
+            failed = explain and self.policy is not Policy.HOLD
             return self._end(now, self._grace) if failed else self._leave(now)
         if saving:
             return self._save(now, signal.SIGTERM)
@@ -313,15 +319,17 @@ class Supervisor:
             return again
         overdue = [rank for rank, at in self._overdue().items() if now >= at]
         for rank in overdue:
-            self._crashed[rank] = now
+            if self._hung_until.pop(rank, None) is None:
+                self._crashed[rank] = now
         return [Kill(rank) for rank in overdue]
 
     def _overdue(self) -> dict[int, float]:
-        """Return when to kill each rank that has crashed and does not exit, while others work."""
-        if self.phase is not RoundPhase.RUNNING or self._policy is not Policy.HOLD:
+        """Return when to kill each rank that has crashed or hangs, while others work."""
+        if self.phase is not RoundPhase.RUNNING or self.policy is not Policy.HOLD:
             return {}
         held_s = self._timing.held_crash_s
-        return {r: at + held_s for r, at in self._crashed.items() if r not in self.exits}
+        times = {r: at + held_s for r, at in self._crashed.items()} | self._hung_until
+        return {rank: at for rank, at in times.items() if rank not in self.exits}
 
     @property
     def _grace(self) -> float:
@@ -345,7 +353,7 @@ class Supervisor:
             return []
         if self.first_failure is None:
             self.first_failure = rank
-        return self.stop(now, explain=True) if self._policy is Policy.FAIL_FAST else []
+        return self.stop(now, explain=True) if self.policy is Policy.FAIL_FAST else []
 
     @property
     def _all_succeeded(self) -> bool:

@@ -343,6 +343,16 @@ def tokens_per_expert(
 
     Cost:
         One all_reduce of 8 bytes an expert, for all layers.
+
+    Example:
+        ```python
+        from dure.nn import experts
+
+        layer = experts.MoE(experts.MoEArgs(num_experts=4), 8, 16)
+        layer(torch.ones(1, 3, 8))
+        counts = experts.tokens_per_expert(layer)
+        assert sum(c.sum().item() for c in counts.values()) == 3  # each token chose 1 expert
+        ```
     """
     layers = dict(_layers(model))
     counts = [

@@ -44,6 +44,29 @@ def all_reduce(
 
     Shapes:
         tensor [*] on all ranks; result [*].
+
+    Args:
+        tensor: This rank's part.
+        op: How to combine: a member of `ReduceOp`.
+        group: The ranks that take part; the default group if None.
+
+    Returns:
+        A new tensor; `tensor` is left as it is.
+
+    Raises:
+        UsageError: An argument is wrong on this rank; nothing was sent.
+        CommError: The operation failed.
+
+    Example:
+        ```python
+        from dure.nn import functional as nn_functional
+
+        x = torch.tensor([dist.get_rank() + 1.0], requires_grad=True)
+        total = nn_functional.all_reduce(x)
+        assert total.item() == 3.0  # 1 + 2 on 2 ranks
+        total.sum().backward()
+        assert x.grad.item() == 2.0  # each of the 2 sums depends on x
+        ```
     """
     return functional.all_reduce(tensor, op, group)
 
@@ -53,6 +76,20 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tens
 
     Shapes:
         tensor [*] on all ranks; result [*].
+
+    Args:
+        tensor: What `src` sends; on other ranks only its shape and dtype count.
+        src: Global rank of the sender.
+        group: The ranks that take part; the default group if None.
+
+    Returns:
+        A new tensor.
+
+    Example:
+        ```python
+        x = torch.tensor([dist.get_rank() + 1.0])
+        assert nn_functional.broadcast(x, src=1).item() == 2.0
+        ```
     """
     pg = group_of(group, "broadcast")
     return maps.apply(maps.Broadcast(pg, pg.peer(src, None, "broadcast", "src")), tensor)[0]
@@ -65,6 +102,21 @@ def reduce(
 
     Shapes:
         tensor [*] on all ranks; result [*].
+
+    Args:
+        tensor: This rank's part.
+        dst: Global rank of the rank that receives the result.
+        op: How to combine: a member of `ReduceOp`.
+        group: The ranks that take part; the default group if None.
+
+    Returns:
+        A new tensor.
+
+    Example:
+        ```python
+        total = nn_functional.reduce(torch.ones(2), dst=0)
+        assert total.tolist() == ([2.0, 2.0] if dist.get_rank() == 0 else [0.0, 0.0])
+        ```
     """
     pg = group_of(group, "reduce")
     tensor, reduction = maps.summed(tensor, op)
@@ -76,6 +128,20 @@ def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> Tensors:
 
     Shapes:
         tensor [*] on all ranks; result n times [*].
+
+    Args:
+        tensor: This rank's part.
+        dst: Global rank of the rank that receives all parts.
+        group: The ranks that take part; the default group if None.
+
+    Returns:
+        New tensors, in the order of ranks.
+
+    Example:
+        ```python
+        first, second = nn_functional.gather(torch.tensor([dist.get_rank() + 1.0]), dst=0)
+        assert (first.item(), second.item()) == ((1.0, 2.0) if dist.get_rank() == 0 else (0.0, 0.0))
+        ```
     """
     pg = group_of(group, "gather")
     return maps.apply(maps.Gather(pg, pg.peer(dst, None, "gather", "dst")), tensor)
@@ -86,6 +152,20 @@ def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) 
 
     Shapes:
         tensors n times [*], on all ranks; result [*].
+
+    Args:
+        tensors: One for each rank.
+        src: Global rank of the sender.
+        group: The ranks that take part; the default group if None.
+
+    Returns:
+        A new tensor.
+
+    Example:
+        ```python
+        mine = nn_functional.scatter([torch.tensor([1.0]), torch.tensor([2.0])], src=0)
+        assert mine.item() == dist.get_rank() + 1
+        ```
     """
     pg = group_of(group, "scatter")
     given = check_list(tensors, pg.size(), "scatter", "tensors")
@@ -97,6 +177,19 @@ def all_gather(tensor: torch.Tensor, group: Group = None) -> Tensors:
 
     Shapes:
         tensor [*] on all ranks; result n times [*].
+
+    Args:
+        tensor: This rank's part.
+        group: The ranks that take part; the default group if None.
+
+    Returns:
+        New tensors, in the order of ranks.
+
+    Example:
+        ```python
+        parts = nn_functional.all_gather(torch.tensor([dist.get_rank() + 1.0]))
+        assert [part.item() for part in parts] == [1.0, 2.0]
+        ```
     """
     pg = group_of(group, "all_gather")
     return maps.apply(maps.AllGatherList(pg, (tensor.shape,) * pg.size()), tensor)
@@ -113,6 +206,22 @@ def reduce_scatter(
     Shapes:
         input_list n tensors; the i-th [k_i, *] is the same on all ranks; output and result as the
         r-th.
+
+    Args:
+        output: Receives the result.
+        input_list: One tensor for each rank.
+        op: How to combine: a member of `ReduceOp`.
+        group: The ranks that take part; the default group if None.
+
+    Returns:
+        `output`.
+
+    Example:
+        ```python
+        inputs = [torch.tensor([1.0]), torch.tensor([5.0])]
+        mine = nn_functional.reduce_scatter(torch.empty(1), inputs)
+        assert mine.item() == (2.0 if dist.get_rank() == 0 else 10.0)
+        ```
     """
     pg = group_of(group, "reduce_scatter")
     given = check_list(input_list, pg.size(), "reduce_scatter", "input_list")
@@ -131,6 +240,22 @@ def all_to_all(
 
     Shapes:
         n tensors each; what i sends to j has the shape that j expects from i.
+
+    Args:
+        output_tensor_list: Receive the results.
+        input_tensor_list: One tensor for each rank.
+        group: The ranks that take part; the default group if None.
+
+    Returns:
+        `output_tensor_list`, as a tuple.
+
+    Example:
+        ```python
+        rank = dist.get_rank()
+        sent = [torch.tensor([10.0 * rank]), torch.tensor([10.0 * rank + 1])]
+        received = nn_functional.all_to_all([torch.empty(1), torch.empty(1)], sent)
+        assert [x.item() for x in received] == [float(rank), 10.0 + rank]
+        ```
     """
     pg = group_of(group, "all_to_all")
     outputs = check_list(output_tensor_list, pg.size(), "all_to_all", "output_tensor_list")
@@ -151,6 +276,24 @@ def all_to_all_single(
     Shapes:
         input [sum(input_split_sizes), *], output and result [sum(output_split_sizes), *]; equal
         parts without split sizes.
+
+    Args:
+        output: Receives the result.
+        input: The rows for all ranks, in their order.
+        output_split_sizes: Rows expected from each rank; equal parts if None.
+        input_split_sizes: Rows for each rank; equal parts if None.
+        group: The ranks that take part; the default group if None.
+
+    Returns:
+        `output`.
+
+    Example:
+        ```python
+        rank = dist.get_rank()
+        sent = torch.tensor([10.0 * rank, 10.0 * rank + 1])
+        received = nn_functional.all_to_all_single(torch.empty(2), sent)
+        assert received.tolist() == [float(rank), 10.0 + rank]
+        ```
     """
     name = "all_to_all_single"
     pg = group_of(group, name)

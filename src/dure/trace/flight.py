@@ -5,9 +5,10 @@ A *source* records the last operations of one rank in one group: the ring of the
 records of retired sources, because they are most useful after a group has ended.
 
 A *dump* writes the last `CAPACITY` operations of each rank of this process, and the stacks of its
-threads, to one JSON file per rank (`files`). There are three reasons for a dump: the program calls
-`dump`, the process gets SIGUSR2 (`signals`), or an operation of a group fails for the first time
-because of other ranks (`on_error`), which adds a note with the file's path to the error.
+threads, to one JSON file per rank (`files`). There are four reasons for a dump: the program calls
+`dump`, the process gets SIGUSR2 (`signals`), the launcher finds that the job hangs (`on_hang`), or
+an operation of a group fails for the first time because of other ranks (`on_error`), which adds a
+note with the file's path to the error.
 `dure trace merge` reads the files of all ranks.
 
 Threads: every function may be called from any thread, and from a signal handler.
@@ -48,6 +49,7 @@ __all__ = [
     "mark",
     "on_crash",
     "on_error",
+    "on_hang",
     "publish",
     "read_steps",
     "record_steps",
@@ -337,6 +339,19 @@ def on_crash(error: BaseException) -> None:
                 dump(reason=f"{files.CRASHED}{type(error).__name__}: {error}")
             except OSError as e:
                 error.add_note(f"No flight record could be written: {e}")
+
+
+def on_hang() -> None:
+    """Dump to DURE_TRACE_DIR, if it is set, before the launcher ends a hang. Never raises.
+
+    The record of a rank whose groups have failed is kept, because it names the failure.
+    """
+    if not env.text("DURE_TRACE_DIR") or not files.wanted():
+        return
+    with suppress(Exception), _recorder.lock:
+        origins = [source.origin for source in list(_recorder.sources)]
+        if origins and not any((o.group, o.global_rank) in _recorder.dumped for o in origins):
+            dump(reason="a hang, which the launcher ends")
 
 
 def on_error(error: DureError, rank: int | None = None) -> None:

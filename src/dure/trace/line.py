@@ -10,7 +10,9 @@ sends four kinds of messages, each a JSON object on one line:
 
 The signal is handled by faulthandler, which writes the stack in C and then calls the handler that
 was installed before it, ours. So the launcher gets the stack at once, even from a stuck rank, and
-the operation as soon as Python code runs (waits of collectives let handlers run).
+the operation as soon as Python code runs (waits of collectives let handlers run). With
+DURE_TRACE_DIR a second signal lets the rank write its flight record: the launcher sends it before
+it ends ranks that hang.
 
 A rank never waits for the launcher: a message that does not fit into the pipe is dropped. Without a
 launcher all functions do nothing.
@@ -169,6 +171,7 @@ def answer_launcher() -> None:
         faulthandler.unregister(number)
         signal.signal(number, _asked)
         faulthandler.register(number, file=line.fd, all_threads=False, chain=True)
+        signal.signal(int(line.record_signal), _asked_for_record)
     except (OSError, ValueError, RuntimeError):  # the program closed the pipe
         return
     _answering = line.pid
@@ -178,3 +181,8 @@ def answer_launcher() -> None:
 def _asked(number: int, frame: FrameType | None) -> None:
     del number, frame
     send_last_operation()
+
+
+def _asked_for_record(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    flight.on_hang()

@@ -14,6 +14,7 @@ import torch
 import dure as dist
 from dure import trace
 from dure.launch import JobSpec, Line, run_job
+from dure.trace.events import State
 from dure.trace.findings import study
 from dure.trace.merging import read
 from tests.waiting import until
@@ -133,3 +134,33 @@ def test_dure_run_leaves_the_records_of_a_failed_job(tmp_path):
     assert {f.job for f in flight.ranks.values()} == {flight.ranks[0].job}
     told = b"\n".join(line.text for line in lines)
     assert b"Flight record: " in told and b"dure trace merge" in told
+
+
+def test_ranks_of_a_hang_that_the_launcher_ends_leave_their_records(tmp_path: Path) -> None:
+    program, asked = tmp_path / "prog.py", tmp_path / "asked"
+    program.write_text(
+        "import signal, time, torch, dure as dist\n"
+        f"signal.signal(signal.SIGUSR2, lambda *_: open('{asked}', 'w'))\n"
+        "with dist.process_group():\n"
+        "    dist.barrier()\n"
+        "    if dist.get_rank() == 1:\n"
+        "        time.sleep(600)\n"
+        "    dist.all_reduce(torch.ones(4))\n"
+    )
+    traces = tmp_path / "traces"
+    spec = JobSpec(
+        program=str(program),
+        nproc=2,
+        trace_dir=traces,
+        hang_timeout_s=1.0,
+        quiet=True,
+        env={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+    result = run_job(spec)
+    assert result.first_failure is not None and result.first_failure.rank == 1
+    flight = read(traces)
+    assert list(flight.ranks) == [0, 1]
+    assert {f.reason for f in flight.ranks.values()} == {"a hang, which the launcher ends"}
+    assert [(r.op, r.state) for r in flight.ranks[0].records][-1] == ("all_reduce", State.STARTED)
+    assert [(r.op, r.state) for r in flight.ranks[1].records][-1] == ("barrier", State.SUCCEEDED)
+    assert not asked.exists()  # SIGUSR2 is the program's own

@@ -121,6 +121,17 @@ def register_backend(name: str, factory: BackendFactory, devices: Iterable[str] 
 
     Raises:
         UsageError: The name is taken, or is not a plain word.
+
+    Example:
+        ```python
+        from dure.comm.backends.base import Backend, BackendOptions
+
+        def make(options: BackendOptions) -> Backend:
+            raise NotImplementedError("a class that sends and receives")
+
+        dist.register_backend("carrier_pigeon", make)
+        assert dist.is_backend_available("carrier_pigeon")
+        ```
     """
     name = name.lower()
     if not name.isidentifier():
@@ -137,7 +148,13 @@ def unregister_backend(name: str) -> None:
 
 
 def known_backends() -> list[str]:
-    """Return the names that can be given as `backend`; some may not run on this machine."""
+    """Return the names that can be given as `backend`; some may not run on this machine.
+
+    Example:
+        ```python
+        assert {"shm", "gloo", "threads"} <= set(dist.known_backends())
+        ```
+    """
     return [*_OURS, *_registered]
 
 

@@ -42,6 +42,8 @@ from types import ModuleType, TracebackType
 
 STACK_SIGNAL = signal.SIGRTMAX - 3
 """Real-time signals are hardly used by programs; the highest few are used least."""
+RECORD_SIGNAL = signal.SIGRTMAX - 4
+"""Asks a rank for its flight record. Programs may have a handler of their own for SIGUSR2."""
 
 _OPTIONS = sys.orig_argv[1 : -len(sys.argv)]  # the interpreter's own, such as -O
 _PR_SET_PDEATHSIG = 1
@@ -138,7 +140,8 @@ def run_function(report_fd: int, function: Callable[[], None]) -> int:
 def _publish(report_fd: int) -> None:
     """Let `dure.trace.line`, should the program import it, find the pipe to the launcher."""
     line = ModuleType("__dure_line__")
-    line.__dict__.update(fd=report_fd, pid=os.getpid(), stack_signal=int(STACK_SIGNAL))
+    line.__dict__.update(fd=report_fd, pid=os.getpid())
+    line.__dict__.update(stack_signal=int(STACK_SIGNAL), record_signal=int(RECORD_SIGNAL))
     sys.modules["__dure_line__"] = line
 
 

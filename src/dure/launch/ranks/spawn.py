@@ -79,6 +79,11 @@ class RankProcess:
         self.signal(child.STACK_SIGNAL)
         return True
 
+    def ask_record(self) -> None:
+        """Ask for the flight record; without effect on a rank that has not joined a group."""
+        if self.catches(child.RECORD_SIGNAL):
+            self.signal(child.RECORD_SIGNAL)
+
     def interrupt(self) -> None:
         """Send SIGINT to the program, but end an interpreter that has not come to it yet.
 

@@ -96,6 +96,19 @@ def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
 
     Raises:
         UsageError: Something among them is neither.
+
+    Returns:
+        The parameters, in their order.
+
+    Example:
+        ```python
+        from dure.algorithms.model_averaging import utils
+
+        model = torch.nn.Linear(2, 1)
+        assert utils.get_params_to_average(model.parameters()) == []
+        model(torch.ones(1, 2)).sum().backward()
+        assert len(utils.get_params_to_average(model.parameters())) == 2
+        ```
     """
     found: list[torch.nn.Parameter] = []
     for item in params:
@@ -115,12 +128,44 @@ def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
 def average_parameters(
     params: Iterable[torch.nn.Parameter], process_group: ProcessGroup | None = None
 ) -> None:
-    """Overwrite parameters, in place, with their mean over the ranks; as `average_`."""
+    """Overwrite parameters, in place, with their mean over the ranks; as `average_`.
+
+    Args:
+        params: The parameters.
+        process_group: The ranks; the default group if None.
+
+    Collective:
+        All ranks of the group.
+
+    Example:
+        ```python
+        weight = torch.nn.Parameter(torch.tensor([float(dist.get_rank())]))
+        utils.average_parameters([weight])
+        assert weight.item() == 0.5  # of 0 and 1
+        ```
+    """
     average_(list(params), resolve(process_group, "average_parameters"))
 
 
 def average_parameters_or_parameter_groups(
     params: Parameters, process_group: ProcessGroup | None = None
 ) -> None:
-    """Do the same for those that have a gradient, of a model or of an optimizer's groups."""
+    """Do the same for those that have a gradient, of a model or of an optimizer's groups.
+
+    Args:
+        params: A model's parameters, or an optimizer's parameter groups.
+        process_group: The ranks; the default group if None.
+
+    Collective:
+        All ranks of the group.
+
+    Example:
+        ```python
+        weight = torch.nn.Parameter(torch.tensor([float(dist.get_rank())]))
+        weight.grad = torch.ones(1)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        utils.average_parameters_or_parameter_groups(optimizer.param_groups)
+        assert weight.item() == 0.5
+        ```
+    """
     average_parameters(get_params_to_average(params), process_group)

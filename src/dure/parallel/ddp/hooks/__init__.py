@@ -126,5 +126,15 @@ def register_ddp_comm_hook(
         comm_hook_type: Which one.
         model: The module.
         state: A process group; the module's own by default.
+
+    Example:
+        ```python
+        from dure.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        register_ddp_comm_hook(DDPCommHookType.BF16_COMPRESS, ddp)
+        ddp(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]  # of 1 and 2
+        ```
     """
     comm_hook_type.value(model=model, state=state)

@@ -64,6 +64,16 @@ def allreduce_hook(
         A future of the averaged bucket.
 
     Cost: S bytes, one all_reduce a bucket.
+
+    Example:
+        ```python
+        from dure.algorithms.ddp_comm_hooks import default_hooks
+
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        ddp(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]  # of 1 and 2
+        ```
     """
     return average(process_group or bucket.group, bucket.buffer())
 
@@ -99,6 +109,14 @@ def fp16_compress_hook(
         A future of the averaged bucket.
 
     Cost: S/2 bytes of float32 gradients, one all_reduce a bucket; two passes over it.
+
+    Example:
+        ```python
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        ddp(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]
+        ```
     """
     return _compressed(process_group, bucket, torch.float16)
 
@@ -116,6 +134,14 @@ def bf16_compress_hook(
         A future of the averaged bucket.
 
     Cost: S/2 bytes of float32 gradients, one all_reduce a bucket; two passes over it.
+
+    Example:
+        ```python
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        ddp(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]
+        ```
     """
     return _compressed(process_group, bucket, torch.bfloat16)
 
@@ -136,12 +162,43 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
     """Return a hook that has `hook` work on the bucket's gradients in float16.
 
     ``fp16_compress_wrapper(allreduce_hook)`` is `fp16_compress_hook`.
+
+    Args:
+        hook: Averages a bucket.
+
+    Returns:
+        A hook that takes the same state.
+
+    Example:
+        ```python
+        hook = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        ddp.register_comm_hook(None, hook)
+        ddp(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]
+        ```
     """
     return _wrapper(hook, torch.float16, "fp16_compress_wrapper_hook")
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
-    """Return a hook that has `hook` work on the bucket's gradients in bfloat16."""
+    """Return a hook that has `hook` work on the bucket's gradients in bfloat16.
+
+    Args:
+        hook: Averages a bucket.
+
+    Returns:
+        A hook that takes the same state.
+
+    Example:
+        ```python
+        hook = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        ddp.register_comm_hook(None, hook)
+        ddp(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]
+        ```
+    """
     return _wrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
 
 
@@ -157,5 +214,19 @@ def noop_hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tenso
 
     The step time with this hook is what a step would take if communication were free. DDP itself
     still exchanges one number a parameter at the end of each step.
+
+    Args:
+        bucket: The gradients.
+
+    Returns:
+        A future of the bucket as it is.
+
+    Example:
+        ```python
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        ddp.register_comm_hook(None, dist.noop_hook)
+        ddp(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.tolist() == [[dist.get_rank() + 1.0] * 2]  # not averaged
+        ```
     """
     return unreduced(bucket)

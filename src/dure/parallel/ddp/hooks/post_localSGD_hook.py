@@ -70,6 +70,20 @@ def post_localSGD_hook(
         A future of the averaged bucket.
 
     Cost: S bytes, one all_reduce a bucket, over the group whose turn it is.
+
+    Example:
+        ```python
+        from dure.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+            PostLocalSGDState,
+            post_localSGD_hook,
+        )
+
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        state = PostLocalSGDState(None, subgroup=None, start_localSGD_iter=10)
+        ddp.register_comm_hook(state, post_localSGD_hook)
+        ddp(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.tolist() == [[1.5, 1.5]]  # one of the first 10 steps
+        ```
     """
     early = state.iter < state.start_localSGD_iter
     state.maybe_increase_iter(bucket)

@@ -295,6 +295,18 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     Cost: two all_reduces a bucket, of rest + r sum(n) and of r sum(m) elements; 4 r n m
     multiplications a matrix; memory for E (as the gradients) and Q.
     Numerics: bitwise the same on all ranks.
+
+    Example:
+        ```python
+        from dure.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
+
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(64, 64))
+        state = powerSGD.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD.powerSGD_hook)
+        for _ in range(3):
+            ddp(torch.full((1, 64), dist.get_rank() + 1.0)).sum().backward()
+        assert torch.isfinite(ddp.module.weight.grad).all()
+        ```
     """
     group = _checked(state).process_group or bucket.group
     buffer = bucket.buffer()
@@ -336,6 +348,19 @@ def batched_powerSGD_hook(
 
     Cost: two all_reduces a bucket, of r s elements each, with s = ceil(sqrt(k)).
     Numerics: bitwise the same on all ranks.
+
+    Returns:
+        A future of the averaged bucket.
+
+    Example:
+        ```python
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(64, 64))
+        state = powerSGD.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD.batched_powerSGD_hook)
+        for _ in range(3):
+            ddp(torch.full((1, 64), dist.get_rank() + 1.0)).sum().backward()
+        assert torch.isfinite(ddp.module.weight.grad).all()
+        ```
     """
     group = _checked(state).process_group or bucket.group
     buffer = bucket.buffer()

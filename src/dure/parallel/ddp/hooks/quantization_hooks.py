@@ -45,6 +45,16 @@ def quantization_pertensor_hook(
         A future of the averaged bucket.
 
     Cost: S/4 + 8 bytes sent by each rank and read by every other, in one all_gather.
+
+    Example:
+        ```python
+        from dure.algorithms.ddp_comm_hooks import quantization_hooks
+
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        ddp.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
+        ddp(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert torch.allclose(ddp.module.weight.grad, torch.tensor([[1.5, 1.5]]), atol=0.02)
+        ```
     """
     buffer = bucket.buffer()
     return _gathered(process_group or bucket.group, buffer, max(1, buffer.numel()))
@@ -61,6 +71,17 @@ def quantization_perchannel_hook(
         bucket_size: Numbers that share a scale.
 
     Cost: S/4 + 8 bytes a scale sent by each rank and read by every other, in one all_gather.
+
+    Returns:
+        A future of the averaged bucket.
+
+    Example:
+        ```python
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        ddp.register_comm_hook(None, quantization_hooks.quantization_perchannel_hook)
+        ddp(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert torch.allclose(ddp.module.weight.grad, torch.tensor([[1.5, 1.5]]), atol=0.02)
+        ```
     """
     return _gathered(process_group or bucket.group, bucket.buffer(), bucket_size)
 
