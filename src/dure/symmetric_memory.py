@@ -49,6 +49,14 @@ def empty(
 
     Cost:
         The size is rounded up to pages of 4 KiB.
+
+    Example:
+        ```python
+        from dure import symmetric_memory
+
+        buffer = symmetric_memory.empty(4, dtype=torch.float32)
+        assert buffer.shape == (4,)
+        ```
     """
     if device is not None and torch.device(device).type != "cpu":
         raise UsageError(
@@ -66,6 +74,15 @@ def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
 
     Args:
         tensor: Any tensor.
+
+    Returns:
+        True for a tensor of `empty`, and for views of it.
+
+    Example:
+        ```python
+        assert symmetric_memory.is_symm_mem_tensor(symmetric_memory.empty(4))
+        assert not symmetric_memory.is_symm_mem_tensor(torch.empty(4))
+        ```
     """
     return heap.heap_address(tensor) is not None
 
@@ -75,6 +92,12 @@ def trim() -> int:
 
     Returns:
         The number of bytes.
+
+    Example:
+        ```python
+        buffer = None  # freed
+        assert symmetric_memory.trim() >= 0
+        ```
     """
     return heap.heap_trim()
 
@@ -90,15 +113,15 @@ def rendezvous(tensor: torch.Tensor, group: ProcessGroup | None = None) -> Symme
     Returns:
         An object with each rank's memory, signals and barriers.
 
+    Raises:
+        UsageError: The tensor is not in the heap, or a rank runs on another host; raised on all
+            ranks.
+
     Collective:
         All ranks of `group` call, in the same order relative to its other collectives.
 
     Cost:
         One all_gather of 64 bytes per rank, and one page per rank for signals.
-
-    Raises:
-        UsageError: The tensor is not in the heap, or a rank runs on another host; raised on all
-            ranks.
 
     Example:
         ```python

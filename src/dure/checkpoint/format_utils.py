@@ -57,6 +57,17 @@ def dcp_to_torch_save(
             before is as it was.
 
     Cost: memory of the tensors that are saved in several slices; others are mapped.
+
+    Example:
+        ```python
+        from dure import checkpoint
+        from dure.checkpoint import format_utils
+
+        checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id="folder")
+        if dist.get_rank() == 0:
+            format_utils.dcp_to_torch_save("folder", "model.pt")
+            assert torch.load("model.pt")["model"]["weight"].tolist() == [1.0, 1.0]
+        ```
     """
     folder = Path(dcp_checkpoint_dir)
     catalog = catalog_of(folder)

@@ -39,6 +39,21 @@ def load_sharded_optimizer_state_dict(
         CheckpointException: It cannot be loaded.
 
     Collective: all ranks; as `load`.
+
+    Example:
+        ```python
+        from dure import checkpoint
+        from dure.checkpoint.state_dict import get_optimizer_state_dict
+
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        state = {"optim": get_optimizer_state_dict(model, optimizer)}
+        checkpoint.save(state, checkpoint_id="optim")
+        found = checkpoint.load_sharded_optimizer_state_dict(
+            model.state_dict(), "optim", checkpoint.FileSystemReader("optim")
+        )
+        assert found["optim"]["param_groups"][0]["lr"] == 0.1
+        ```
     """
     metadata = storage_reader.read_metadata()
     leaves: dict[str, Any] = {}

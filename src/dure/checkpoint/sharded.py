@@ -167,6 +167,15 @@ def save_state_dict(
         UsageError: `storage_writer` or `planner` is of another library.
 
     Collective: as `save`.
+
+    Example:
+        ```python
+        from dure import checkpoint
+
+        writer = checkpoint.FileSystemWriter("older_name")
+        checkpoint.save_state_dict({"weight": torch.ones(2)}, writer)
+        assert Path("older_name").is_dir()
+        ```
     """
     ranks = Ranks(process_group, "save_state_dict", no_dist)
     return _save(state_dict, None, storage_writer, planner, ranks, coordinator_rank)
@@ -348,6 +357,13 @@ def load_state_dict(
         UsageError: `planner` is of another library.
 
     Collective: as `load`.
+
+    Example:
+        ```python
+        state = {"weight": torch.zeros(2)}
+        checkpoint.load_state_dict(state, checkpoint.FileSystemReader("older_name"))
+        assert state["weight"].tolist() == [1.0, 1.0]
+        ```
     """
     ranks = Ranks(process_group, "load_state_dict", no_dist)
     return _load(state_dict, None, storage_reader, planner, ranks, coordinator_rank)

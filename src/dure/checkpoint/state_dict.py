@@ -197,11 +197,24 @@ def get_optimizer_state_dict(
         submodules: Only parameters of these modules.
         options: See `StateDictOptions`.
 
+    Returns:
+        The state: `state` by names of parameters, and `param_groups` with names.
+
     Raises:
         UsageError: An optimizer has parameters that the model has not, or another's, or state
             beside its parameters; ``full_state_dict`` of a `ZeroRedundancyOptimizer`.
 
     Collective with ``full_state_dict``: the ranks of the parameters' meshes.
+
+    Example:
+        ```python
+        from dure.checkpoint import state_dict as states
+
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        found = states.get_optimizer_state_dict(model, optimizer)
+        assert sorted(found["state"]) == ["bias", "weight"]
+        ```
     """
     return _View(model, options).optimizer_state(optimizers, submodules)
 
@@ -232,6 +245,18 @@ def set_state_dict(
         UsageError: As these two.
 
     Collective with ``broadcast_from_rank0``: all ranks.
+
+    Example:
+        ```python
+        weights, moments = states.get_state_dict(model, optimizer)
+        other = torch.nn.Linear(2, 1)
+        other_optimizer = torch.optim.Adam(other.parameters(), lr=0.5)
+        states.set_state_dict(
+            other, other_optimizer, model_state_dict=weights, optim_state_dict=moments
+        )
+        assert torch.equal(other.weight, model.weight)
+        assert other_optimizer.param_groups[0]["lr"] == 0.1
+        ```
     """
     view = _View(model, options)
     has_model = model_state_dict or (options is not None and options.broadcast_from_rank0)
@@ -304,6 +329,13 @@ def set_optimizer_state_dict(
             ``full_state_dict``.
 
     Collective with ``broadcast_from_rank0``: all ranks.
+
+    Example:
+        ```python
+        fresh = torch.optim.Adam(model.parameters(), lr=0.5)
+        states.set_optimizer_state_dict(model, fresh, moments)
+        assert fresh.param_groups[0]["lr"] == 0.1
+        ```
     """
     return _View(model, options).set_optimizers(optimizers, optim_state_dict)
 

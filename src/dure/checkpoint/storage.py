@@ -33,7 +33,21 @@ class WriteResult:
 
 
 def done(result: T) -> Future[T]:
-    """Return a future that is done."""
+    """Return a future that is done.
+
+    Args:
+        result: The future's value.
+
+    Returns:
+        A future that does not wait.
+
+    Example:
+        ```python
+        from dure.checkpoint.storage import done
+
+        assert done(3).result() == 3
+        ```
+    """
     future: Future[T] = Future()
     future.set_result(result)
     return future

@@ -92,10 +92,6 @@ Group = (
 def group_of(group: Group, op: str) -> ProcessGroup:
     """Return the group for an argument `group`.
 
-    Raises:
-        UsageError: No group of this rank has these ranks, or this name; or it is none of the forms.
-        NotInGroupError: This rank is not a member.
-
     Args:
         group: A group, its name, a list of global ranks, a mesh of one axis, or a mesh and
             one of its axes (number or name); the default group if None.
@@ -103,6 +99,10 @@ def group_of(group: Group, op: str) -> ProcessGroup:
 
     Returns:
         The group.
+
+    Raises:
+        UsageError: No group of this rank has these ranks, or this name; or it is none of the forms.
+        NotInGroupError: This rank is not a member.
 
     Example:
         ```python
@@ -205,15 +205,15 @@ def all_reduce(
         reduceOp: "sum", "avg", "min", ... or a member of `ReduceOp`. SUM, AVG and premultiplied
             sums have gradients.
 
-    Shapes:
-        tensor [*] on all ranks; result [*].
-
     Returns:
         A new tensor.
 
     Raises:
         UsageError: An argument is wrong on this rank; nothing was sent.
         CommError: The operation failed; raised when the result is first used.
+
+    Shapes:
+        tensor [*] on all ranks; result [*].
 
     Example:
         ```python
@@ -230,11 +230,11 @@ def all_reduce(
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, tag: str = "") -> torch.Tensor:
     """Return the `tensor` of group rank `src`; its gradient is the sum of all ranks', on `src`.
 
-    Shapes:
-        tensor [*] on all ranks, of which only that of `src` is read; result [*].
-
     Returns:
         A new tensor.
+
+    Shapes:
+        tensor [*] on all ranks, of which only that of `src` is read; result [*].
 
     Example:
         ```python
@@ -251,11 +251,11 @@ def all_gather_tensor(
 ) -> torch.Tensor:
     """Return all ranks' tensors joined along `gather_dim`, in the order of ranks.
 
-    Shapes:
-        tensor [*, k, *], the same on all ranks; result [*, n*k, *]. A scalar counts as [1].
-
     Returns:
         A new tensor.
+
+    Shapes:
+        tensor [*, k, *], the same on all ranks; result [*, n*k, *]. A scalar counts as [1].
 
     Example:
         ```python
@@ -277,11 +277,11 @@ def reduce_scatter_tensor(
     Args:
         reduceOp: As in `all_reduce`.
 
-    Shapes:
-        tensor [*, n*k, *], the same on all ranks; result [*, k, *].
-
     Returns:
         A new tensor.
+
+    Shapes:
+        tensor [*, n*k, *], the same on all ranks; result [*, k, *].
 
     Example:
         ```python
@@ -308,11 +308,11 @@ def all_to_all_single(
         output_split_sizes: Rows expected from each rank; equal parts if None.
         input_split_sizes: Rows for each rank; equal parts if None.
 
-    Shapes:
-        tensor [sum(input_split_sizes), *]; result [sum(output_split_sizes), *].
-
     Returns:
         A new tensor.
+
+    Shapes:
+        tensor [sum(input_split_sizes), *]; result [sum(output_split_sizes), *].
 
     Example:
         ```python
@@ -339,12 +339,12 @@ def permute_tensor(
         src_dst: For each rank of the group the rank that it sends to, each at most once; -1 for
             none.
 
+    Returns:
+        A new tensor.
+
     Shapes:
         tensor [k, *] on all ranks; result [k, *], or [0, *] if no rank sends here. A scalar counts
         as [1].
-
-    Returns:
-        A new tensor.
 
     Example:
         ```python

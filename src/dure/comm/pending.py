@@ -114,11 +114,11 @@ def finished(tensor: torch.Tensor) -> torch.Tensor:
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for a functional collective's result; return the same tensor, with its values.
 
-    Raises:
-        CommError: The operation failed.
-
     Args:
         tensor: The result of a functional collective; any other tensor is returned as it is.
+
+    Raises:
+        CommError: The operation failed.
 
     Example:
         ```python

@@ -206,11 +206,11 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     Args:
         fallback_rank: What to return where LOCAL_RANK is not set.
 
-    Raises:
-        UsageError: LOCAL_RANK is not set and there is no fallback.
-
     Returns:
         The number of this process among those of its host, from 0 on.
+
+    Raises:
+        UsageError: LOCAL_RANK is not set and there is no fallback.
 
     Example:
         ```python
@@ -409,11 +409,11 @@ _level: DebugLevel | None = None
 def get_debug_level() -> DebugLevel:
     """Return the level that was set, else that of TORCH_DISTRIBUTED_DEBUG.
 
-    Raises:
-        UsageError: The variable has another value than OFF, INFO and DETAIL.
-
     Returns:
         The level.
+
+    Raises:
+        UsageError: The variable has another value than OFF, INFO and DETAIL.
 
     Example:
         ```python
@@ -426,11 +426,11 @@ def get_debug_level() -> DebugLevel:
 def set_debug_level(level: DebugLevel) -> None:
     """Show as much of Dure's log as the level says, from now on, unless DURE_LOG is set.
 
-    Raises:
-        UsageError: It is not a `DebugLevel`.
-
     Args:
         level: OFF, INFO or DETAIL.
+
+    Raises:
+        UsageError: It is not a `DebugLevel`.
 
     Example:
         ```python

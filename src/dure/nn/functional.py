@@ -42,9 +42,6 @@ def all_reduce(
 ) -> torch.Tensor:
     """Return the reduction of all ranks' `tensor`; SUM, AVG and premultiplied sums have gradients.
 
-    Shapes:
-        tensor [*] on all ranks; result [*].
-
     Args:
         tensor: This rank's part.
         op: How to combine: a member of `ReduceOp`.
@@ -56,6 +53,9 @@ def all_reduce(
     Raises:
         UsageError: An argument is wrong on this rank; nothing was sent.
         CommError: The operation failed.
+
+    Shapes:
+        tensor [*] on all ranks; result [*].
 
     Example:
         ```python
@@ -74,9 +74,6 @@ def all_reduce(
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
     """Return the `tensor` of `src`; its gradient is the sum of all ranks', zero on other ranks.
 
-    Shapes:
-        tensor [*] on all ranks; result [*].
-
     Args:
         tensor: What `src` sends; on other ranks only its shape and dtype count.
         src: Global rank of the sender.
@@ -84,6 +81,9 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tens
 
     Returns:
         A new tensor.
+
+    Shapes:
+        tensor [*] on all ranks; result [*].
 
     Example:
         ```python
@@ -100,9 +100,6 @@ def reduce(
 ) -> torch.Tensor:
     """Return the reduction of all ranks' `tensor` on `dst`, and zeros on other ranks.
 
-    Shapes:
-        tensor [*] on all ranks; result [*].
-
     Args:
         tensor: This rank's part.
         dst: Global rank of the rank that receives the result.
@@ -111,6 +108,9 @@ def reduce(
 
     Returns:
         A new tensor.
+
+    Shapes:
+        tensor [*] on all ranks; result [*].
 
     Example:
         ```python
@@ -126,9 +126,6 @@ def reduce(
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> Tensors:
     """Return the tensors of all ranks on `dst`, and zeros on other ranks.
 
-    Shapes:
-        tensor [*] on all ranks; result n times [*].
-
     Args:
         tensor: This rank's part.
         dst: Global rank of the rank that receives all parts.
@@ -136,6 +133,9 @@ def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> Tensors:
 
     Returns:
         New tensors, in the order of ranks.
+
+    Shapes:
+        tensor [*] on all ranks; result n times [*].
 
     Example:
         ```python
@@ -150,9 +150,6 @@ def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> Tensors:
 def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) -> torch.Tensor:
     """Return ``tensors[r]`` of `src` on rank r; on other ranks `tensors` only give the shape.
 
-    Shapes:
-        tensors n times [*], on all ranks; result [*].
-
     Args:
         tensors: One for each rank.
         src: Global rank of the sender.
@@ -160,6 +157,9 @@ def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) 
 
     Returns:
         A new tensor.
+
+    Shapes:
+        tensors n times [*], on all ranks; result [*].
 
     Example:
         ```python
@@ -175,15 +175,15 @@ def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) 
 def all_gather(tensor: torch.Tensor, group: Group = None) -> Tensors:
     """Return the tensors of all ranks.
 
-    Shapes:
-        tensor [*] on all ranks; result n times [*].
-
     Args:
         tensor: This rank's part.
         group: The ranks that take part; the default group if None.
 
     Returns:
         New tensors, in the order of ranks.
+
+    Shapes:
+        tensor [*] on all ranks; result n times [*].
 
     Example:
         ```python
@@ -203,10 +203,6 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Fill `output` with the reduction of all ranks' ``input_list[r]``, and return it.
 
-    Shapes:
-        input_list n tensors; the i-th [k_i, *] is the same on all ranks; output and result as the
-        r-th.
-
     Args:
         output: Receives the result.
         input_list: One tensor for each rank.
@@ -215,6 +211,10 @@ def reduce_scatter(
 
     Returns:
         `output`.
+
+    Shapes:
+        input_list n tensors; the i-th [k_i, *] is the same on all ranks; output and result as the
+        r-th.
 
     Example:
         ```python
@@ -238,9 +238,6 @@ def all_to_all(
 ) -> Tensors:
     """Fill ``output_tensor_list[i]`` with ``input_tensor_list[r]`` of rank i; return them.
 
-    Shapes:
-        n tensors each; what i sends to j has the shape that j expects from i.
-
     Args:
         output_tensor_list: Receive the results.
         input_tensor_list: One tensor for each rank.
@@ -248,6 +245,9 @@ def all_to_all(
 
     Returns:
         `output_tensor_list`, as a tuple.
+
+    Shapes:
+        n tensors each; what i sends to j has the shape that j expects from i.
 
     Example:
         ```python
@@ -273,10 +273,6 @@ def all_to_all_single(
 ) -> torch.Tensor:
     """Fill `output` with the rows that all ranks send to this one, and return it.
 
-    Shapes:
-        input [sum(input_split_sizes), *], output and result [sum(output_split_sizes), *]; equal
-        parts without split sizes.
-
     Args:
         output: Receives the result.
         input: The rows for all ranks, in their order.
@@ -286,6 +282,10 @@ def all_to_all_single(
 
     Returns:
         `output`.
+
+    Shapes:
+        input [sum(input_split_sizes), *], output and result [sum(output_split_sizes), *]; equal
+        parts without split sizes.
 
     Example:
         ```python

@@ -128,6 +128,13 @@ def find_model(name: str) -> Model:
     Raises:
         UsageError: The name is unknown (the message lists similar ones), or of a mixture of
             experts.
+
+    Example:
+        ```python
+        from dure import plan
+
+        assert plan.find_model("llama3-8b").layers == 32
+        ```
     """
     if any(word in name.lower() for word in _EXPERTS_IN_NAMES):
         raise UsageError("mixtures of experts are not planned for", op=_OP, seen=repr(name))

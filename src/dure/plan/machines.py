@@ -128,6 +128,13 @@ def find_gpu(name: str, *paths: str | Path) -> Gpu:
 
     Raises:
         UsageError: The name is unknown (the message lists similar ones), or a file is invalid.
+
+    Example:
+        ```python
+        from dure import plan
+
+        assert plan.find_gpu("h100").kind == "h100"
+        ```
     """
     known = gpus(*paths)
     if name.lower() not in known:

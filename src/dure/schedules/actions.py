@@ -162,13 +162,41 @@ def _no_action(text: str, expected: str) -> UsageError:
 
 
 def loop_placement(stages: int, ranks: int) -> tuple[int, ...]:
-    """Return the rank of each stage when stages go round the ranks: 0 1 2 0 1 2."""
+    """Return the rank of each stage when stages go round the ranks: 0 1 2 0 1 2.
+
+    Args:
+        stages: How many stages.
+        ranks: How many ranks.
+
+    Returns:
+        For each stage its rank.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        assert schedules.loop_placement(6, 3) == (0, 1, 2, 0, 1, 2)
+        ```
+    """
     _check_split(stages, ranks)
     return tuple(stage % ranks for stage in range(stages))
 
 
 def v_placement(stages: int, ranks: int) -> tuple[int, ...]:
-    """Return the rank of each stage when stages go there and back: 0 1 2 2 1 0."""
+    """Return the rank of each stage when stages go there and back: 0 1 2 2 1 0.
+
+    Args:
+        stages: How many stages.
+        ranks: How many ranks.
+
+    Returns:
+        For each stage its rank.
+
+    Example:
+        ```python
+        assert schedules.v_placement(6, 3) == (0, 1, 2, 2, 1, 0)
+        ```
+    """
     _check_split(stages, ranks)
     there = range(ranks)
     return tuple(

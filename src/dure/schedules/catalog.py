@@ -80,8 +80,21 @@ SCHEDULES = (
 def find_generator(name: str) -> Generator:
     """Return the schedule of that name, ours or torch's, in any case.
 
+    Args:
+        name: The name, such as "zb-v" or torch's "ZBVZeroBubble".
+
+    Returns:
+        The generator of that schedule.
+
     Raises:
         UsageError: There is none; lists those that are.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        assert schedules.find_generator("GPipe") is schedules.find_generator("gpipe")
+        ```
     """
     wanted = _plain(name)
     for generator in SCHEDULES:

@@ -22,7 +22,22 @@ _MOST_BYTES = 64 << 20
 
 
 def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write a schedule; its lists say which of the formats it is."""
+    """Write a schedule; its lists say which of the formats it is.
+
+    Args:
+        schedule: The schedule.
+        path: The file; an existing one is replaced.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        schedule = schedules.gpipe((0, 1), microbatches=2)
+        path = f"gpipe{dist.get_rank()}.csv"
+        schedules.write_csv(schedule, path)
+        assert Path(path).read_text().splitlines()[0].startswith("0F0,0F1")
+        ```
+    """
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(schedule.ranks)
 
@@ -40,6 +55,12 @@ def read_csv(path: str | os.PathLike[str], format: Format = "compute_only") -> S
     Raises:
         UsageError: It is no such file; names row, column and cell, counted from 1.
         ScheduleError: The schedule is incomplete or wrong; names the same.
+
+    Example:
+        ```python
+        again = schedules.read_csv(path)
+        assert again.ranks == schedule.ranks
+        ```
     """
     if format not in ("compute_only", "compute_comms"):
         raise UsageError(

@@ -167,8 +167,18 @@ def prove_no_deadlock(schedule: Schedule) -> None:
     Of lists with transfers, even if each send waits for its receive; of a grid, that its ranks do
     not wait for each other's data.
 
+    Args:
+        schedule: A valid grid, or lists with transfers.
+
     Raises:
         ScheduleError: It does not; `cycle` has the ranks that wait for each other.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        schedules.prove_no_deadlock(schedules.one_f_one_b((0, 1), microbatches=4))
+        ```
     """
     buffered = not schedule.has_transfers
     run = _WithTimes(schedule, lambda _: 1.0, 0.0) if buffered else _Unbuffered(schedule)

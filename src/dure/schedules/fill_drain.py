@@ -16,17 +16,63 @@ __all__ = ["forward_only", "gpipe", "looped_bfs"]
 
 
 def gpipe(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return all forwards, then all backwards, in order of microbatches."""
+    """Return all forwards, then all backwards, in order of microbatches.
+
+    Args:
+        placement: For each stage its rank.
+        microbatches: How many microbatches.
+
+    Returns:
+        A grid.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        schedule = schedules.gpipe((0, 1), microbatches=2)
+        first = [str(action) for action in schedule.ranks[0] if action]
+        assert first == ["0F0", "0F1", "0B0", "0B1"]
+        ```
+    """
     return _breadth_first("gpipe", placement, microbatches, range(microbatches))
 
 
 def looped_bfs(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return the forwards of each local stage in turn; then backwards, the last forward first."""
+    """Return the forwards of each local stage in turn; then backwards, the last forward first.
+
+    Args:
+        placement: For each stage its rank.
+        microbatches: How many microbatches.
+
+    Returns:
+        A grid.
+
+    Example:
+        ```python
+        schedule = schedules.looped_bfs(schedules.loop_placement(4, 2), microbatches=2)
+        first = [str(action) for action in schedule.ranks[0] if action]
+        assert first[:4] == ["0F0", "0F1", "2F0", "2F1"]
+        ```
+    """
     return _breadth_first("looped-bfs", placement, microbatches, range(microbatches)[::-1])
 
 
 def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return the forwards of each local stage in turn, as an evaluation needs them."""
+    """Return the forwards of each local stage in turn, as an evaluation needs them.
+
+    Args:
+        placement: For each stage its rank.
+        microbatches: How many microbatches.
+
+    Returns:
+        A grid.
+
+    Example:
+        ```python
+        schedule = schedules.forward_only((0, 1), microbatches=2)
+        assert [str(action) for action in schedule.ranks[1] if action] == ["1F0", "1F1"]
+        ```
+    """
     return _breadth_first("forward-only", placement, microbatches, range(0))
 
 

@@ -45,8 +45,19 @@ def lower(
         sharded: Stages that are fully sharded: these are unsharded and resharded.
         defer_receives: Receive as late as is safe.
 
+    Returns:
+        Lists with transfers, one per rank.
+
     Raises:
         ScheduleError: It has transfers already, is not valid, or its ranks wait for each other.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        lists = schedules.lower(schedules.gpipe((0, 1), microbatches=1))
+        assert [str(action) for action in lists.ranks[0]][:2] == ["0F0", "0SEND_F0"]
+        ```
     """
     if schedule.has_transfers:
         raise ScheduleError(

@@ -25,7 +25,23 @@ __all__ = ["interleaved_1f1b", "interleaved_zero_bubble", "one_f_one_b"]
 
 
 def one_f_one_b(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return 1F1B with one stage a rank; fewer microbatches than ranks are allowed."""
+    """Return 1F1B with one stage a rank; fewer microbatches than ranks are allowed.
+
+    Args:
+        placement: For each stage its rank.
+        microbatches: How many microbatches.
+
+    Returns:
+        A grid.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        last = schedules.one_f_one_b((0, 1), microbatches=2).ranks[1]
+        assert [str(action) for action in last if action] == ["1F0", "1B0", "1F1", "1B1"]
+        ```
+    """
     p = len(placement)
     ranks = tuple(
         _alternate(*_orders((stage,), microbatches, microbatches), p - 1 - stage)
@@ -37,8 +53,21 @@ def one_f_one_b(placement: tuple[int, ...], microbatches: int) -> Schedule:
 def interleaved_1f1b(placement: tuple[int, ...], microbatches: int) -> Schedule:
     """Return interleaved 1F1B; stages are placed in loop order.
 
+    Args:
+        placement: For each stage its rank, in loop order.
+        microbatches: How many microbatches.
+
+    Returns:
+        A grid.
+
     Raises:
         UsageError: The microbatches do not go into rounds of equal size.
+
+    Example:
+        ```python
+        schedule = schedules.interleaved_1f1b(schedules.loop_placement(4, 2), microbatches=4)
+        assert schedules.validate(schedule)
+        ```
     """
     return _interleaved("interleaved-1f1b", placement, microbatches)
 
@@ -46,8 +75,21 @@ def interleaved_1f1b(placement: tuple[int, ...], microbatches: int) -> Schedule:
 def interleaved_zero_bubble(placement: tuple[int, ...], microbatches: int) -> Schedule:
     """Return interleaved 1F1B with split backwards; stages are placed in loop order.
 
+    Args:
+        placement: For each stage its rank, in loop order.
+        microbatches: How many microbatches.
+
+    Returns:
+        A grid.
+
     Raises:
         UsageError: The microbatches do not go into rounds of equal size.
+
+    Example:
+        ```python
+        schedule = schedules.interleaved_zero_bubble(schedules.loop_placement(4, 2), microbatches=4)
+        assert schedules.validate(schedule)
+        ```
     """
     return _interleaved("interleaved-zero-bubble", placement, microbatches)
 

@@ -62,7 +62,23 @@ class _Writer:
 
 
 def zb_v(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return ZB-V; with fewer than 2p - 1 microbatches, the list for 2p - 1 without the rest."""
+    """Return ZB-V; with fewer than 2p - 1 microbatches, the list for 2p - 1 without the rest.
+
+    Args:
+        placement: For each stage its rank: `v_placement`, with two stages per rank.
+        microbatches: How many microbatches.
+
+    Returns:
+        A grid.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        schedule = schedules.zb_v(schedules.v_placement(4, 2), microbatches=4)
+        assert schedules.validate(schedule)
+        ```
+    """
     p = max(placement) + 1
     ranks = tuple(
         tuple(a for a in _zb_v_rank(rank, p, microbatches) if (a.microbatch or 0) < microbatches)
@@ -101,7 +117,21 @@ def _zb_v_rank(rank: int, p: int, microbatches: int) -> list[Action]:
 
 
 def dualpipe_v(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return DualPipe-V, for at least as many microbatches as there are stages."""
+    """Return DualPipe-V, for at least as many microbatches as there are stages.
+
+    Args:
+        placement: For each stage its rank: `v_placement`, with two stages per rank.
+        microbatches: How many microbatches.
+
+    Returns:
+        A grid.
+
+    Example:
+        ```python
+        schedule = schedules.dualpipe_v(schedules.v_placement(4, 2), microbatches=4)
+        assert schedules.validate(schedule)
+        ```
+    """
     p = max(placement) + 1
     ranks = tuple(tuple(_dualpipe_v_rank(rank, p, microbatches)) for rank in range(p))
     return Schedule(ranks, placement, microbatches, "dualpipe-v")

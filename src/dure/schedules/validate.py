@@ -77,8 +77,22 @@ def validate(schedule: Schedule) -> tuple[int, ...]:
 
     An activation is live from its forward to its B or W; without backwards, during its forward.
 
+    Args:
+        schedule: A grid, or lists with transfers.
+
+    Returns:
+        For each rank the most activations that are live at a time.
+
     Raises:
         ScheduleError: It is not valid; names rank, index and action, if there is one.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        assert schedules.validate(schedules.gpipe((0, 1), microbatches=4)) == (4, 4)
+        assert schedules.validate(schedules.one_f_one_b((0, 1), microbatches=4)) == (2, 1)
+        ```
     """
     ranks = len(schedule.ranks)
     if schedule.microbatches < 1 or not ranks or set(schedule.placement) != {*range(ranks)}:

@@ -57,8 +57,19 @@ def positions_of(length: int, n: int, rank: int) -> torch.Tensor:
         n: Number of ranks.
         rank: The rank along the axis.
 
+    Returns:
+        The positions: a piece of the first half and the mirrored one of the second.
+
     Raises:
         ShapeError: `length` is not a multiple of 2n.
+
+    Example:
+        ```python
+        from dure.tensor import experimental
+
+        assert experimental.positions_of(8, 2, 0).tolist() == [0, 1, 6, 7]
+        assert experimental.positions_of(8, 2, 1).tolist() == [2, 3, 4, 5]
+        ```
     """
     if length % (2 * n):
         raise ShapeError(
@@ -497,6 +508,14 @@ def context_parallel_unshard(
 
     Cost:
         One all_gather for each tensor.
+
+    Example:
+        ```python
+        mesh = dist.init_device_mesh("cpu", (2,))
+        mine = experimental.positions_of(8, 2, dist.get_rank())  # as an output of this rank
+        (full,) = experimental.context_parallel_unshard(mesh, [mine], [0])
+        assert full.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+        ```
     """
     group = _group_of(mesh)
     n = group.size()
@@ -547,6 +566,14 @@ def context_parallel_batch(
 
     Cost:
         No communication: each rank cuts its part from the full batch.
+
+    Example:
+        ```python
+        batch = {"input_ids": torch.arange(8).view(1, 8)}
+        part = experimental.context_parallel_batch(mesh, batch)
+        assert part["input_ids"].shape == (1, 4)
+        assert part["tokens"] == 7  # the last token has no next one
+        ```
     """
     group = _group_of(mesh)
     ids = batch["input_ids"]

@@ -592,6 +592,14 @@ def safe_globals() -> list[Any]:
 
     Returns:
         Classes and functions, for `torch.serialization.add_safe_globals`.
+
+    Example:
+        ```python
+        from dure import tensor
+
+        torch.serialization.add_safe_globals(tensor.safe_globals())
+        assert tensor.Shard in tensor.safe_globals()
+        ```
     """
     return [
         _rebuild, spec_of, restore_mesh, TensorMeta,

@@ -122,6 +122,15 @@ def zeros(*size: Sizes, **options: Unpack[FactoryOptions]) -> DTensor:
     Args:
         size: Shape of the full tensor, as numbers or one sequence.
         options: As for `ones`; so are results, errors and cost.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, empty, full, rand, randn, zeros
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        x = zeros(4, 3, device_mesh=mesh, placements=[Shard(0)])
+        assert x.shape == (4, 3) and x.to_local().shape == (2, 3)
+        ```
     """
     return _made(torch.zeros, size, **options)
 
@@ -132,6 +141,12 @@ def empty(*size: Sizes, **options: Unpack[FactoryOptions]) -> DTensor:
     Args:
         size: Shape of the full tensor, as numbers or one sequence.
         options: As for `ones`; so are results, errors and cost.
+
+    Example:
+        ```python
+        x = empty(4, 3, device_mesh=mesh, placements=[Shard(1)])
+        assert x.shape == (4, 3)
+        ```
     """
     return _made(torch.empty, size, **options)
 
@@ -143,6 +158,12 @@ def full(size: Sizes, fill_value: complex, **options: Unpack[FactoryOptions]) ->
         size: Shape of the full tensor.
         fill_value: The number; it determines the dtype if `dtype` is None.
         options: As for `ones`; so are results, errors and cost.
+
+    Example:
+        ```python
+        x = full((4,), 2.0, device_mesh=mesh, placements=[Shard(0)])
+        assert x.to_local().tolist() == [2.0, 2.0]
+        ```
     """
     options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
     return _made(torch.full, (size,), fill_value, **options)
@@ -168,6 +189,14 @@ def rand(*size: Sizes, **options: Unpack[FactoryOptions]) -> DTensor:
 
     Cost:
         Every rank draws the full tensor, and temporarily has it in memory.
+
+    Example:
+        ```python
+        torch.manual_seed(0)
+        x = rand(4, device_mesh=mesh, placements=[Shard(0)])
+        torch.manual_seed(0)
+        assert torch.equal(x.full_tensor(), torch.rand(4))  # as without a mesh
+        ```
     """
     return _made(torch.rand, size, **options)
 
@@ -178,6 +207,14 @@ def randn(*size: Sizes, **options: Unpack[FactoryOptions]) -> DTensor:
     Args:
         size: Shape of the full tensor, as numbers or one sequence.
         options: As for `ones`; results, errors and cost are those of `rand`.
+
+    Example:
+        ```python
+        torch.manual_seed(0)
+        x = randn(4, device_mesh=mesh, placements=[Shard(0)])
+        torch.manual_seed(0)
+        assert torch.equal(x.full_tensor(), torch.randn(4))
+        ```
     """
     return _made(torch.randn, size, **options)
 

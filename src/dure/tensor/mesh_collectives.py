@@ -34,6 +34,22 @@ def mesh_broadcast(
         mesh_dim: The axis.
         async_op: Return a `Work` while the collective runs.
         group_src: The sender's rank along the axis.
+
+    Returns:
+        None when the tensor is in place; with `async_op` a `Work`.
+
+    Collective:
+        All ranks of the axis.
+
+    Example:
+        ```python
+        from dure.tensor import _collective_utils as mesh_collectives
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        x = torch.tensor([float(dist.get_rank())])
+        mesh_collectives.mesh_broadcast(x, mesh, group_src=1)
+        assert x.item() == 1.0
+        ```
     """
     if tensor.is_meta:
         return None
@@ -56,6 +72,19 @@ def mesh_scatter(
         output: The tensor to write into.
         scatter_list: One tensor for each rank of the axis; only the sender's is read.
         mesh, mesh_dim, async_op, group_src: As for `mesh_broadcast`.
+
+    Returns:
+        As `mesh_broadcast`.
+
+    Collective:
+        All ranks of the axis.
+
+    Example:
+        ```python
+        x = torch.empty(1)
+        mesh_collectives.mesh_scatter(x, [torch.tensor([1.0]), torch.tensor([2.0])], mesh)
+        assert x.item() == dist.get_rank() + 1
+        ```
     """
     if output.is_meta:
         return None
@@ -71,6 +100,26 @@ def shard_dim_alltoall(
 
     If the axis's size does not divide `shard_dim`, the last ranks have shorter parts, or empty
     ones; short parts are sent with zeros after their end.
+
+    Args:
+        input: This rank's part along `gather_dim`.
+        gather_dim: The dimension that is sharded before.
+        shard_dim: The dimension that is sharded after.
+        mesh: The mesh.
+        mesh_dim: The axis.
+
+    Returns:
+        A new tensor.
+
+    Collective:
+        All ranks of the axis.
+
+    Example:
+        ```python
+        row = torch.tensor([[1.0, 2.0]]) + 2 * dist.get_rank()  # of [[1, 2], [3, 4]]
+        column = mesh_collectives.shard_dim_alltoall(row, 0, 1, mesh, 0)
+        assert column.flatten().tolist() == ([1.0, 3.0] if dist.get_rank() == 0 else [2.0, 4.0])
+        ```
     """
     parts, pads = Shard(shard_dim)._split_tensor(input, mesh.size(mesh_dim))  # pyright: ignore[reportPrivateUsage]
     received = torch.stack(parts)

@@ -36,7 +36,23 @@ REDUCTIONS = ("sum", "avg", "min", "max", "product")
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (size, offset) of a part as torch.chunk cuts; the last parts may be short or empty."""
+    """Return (size, offset) of a part as torch.chunk cuts; the last parts may be short or empty.
+
+    Args:
+        size: The size of the dimension.
+        parts: How many parts.
+        index: Which part.
+
+    Returns:
+        The size of the part, and its first position.
+
+    Example:
+        ```python
+        from dure.tensor.placement_types import chunk, pad_tensor, unpad_tensor
+
+        assert [chunk(5, 3, i) for i in range(3)] == [(2, 0), (2, 2), (1, 4)]
+        ```
+    """
     full = -(-size // parts)
     offset = min(full * index, size)
     return min(full, size - offset), offset
@@ -49,7 +65,21 @@ def _chunks(tensor: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:
 
 
 def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
-    """Return a tensor with `pad_size` zeros after the end of a dimension."""
+    """Return a tensor with `pad_size` zeros after the end of a dimension.
+
+    Args:
+        tensor: Any tensor.
+        pad_dim: The dimension.
+        pad_size: How many zeros.
+
+    Returns:
+        A new tensor.
+
+    Example:
+        ```python
+        assert pad_tensor(torch.ones(2), 0, 1).tolist() == [1.0, 1.0, 0.0]
+        ```
+    """
     if pad_size == 0:
         return tensor
     shape = list(tensor.shape)
@@ -58,7 +88,21 @@ def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tenso
 
 
 def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
-    """Return a view without the last `pad_size` elements of a dimension."""
+    """Return a view without the last `pad_size` elements of a dimension.
+
+    Args:
+        tensor: Any tensor.
+        pad_dim: The dimension.
+        pad_size: How many elements to leave out.
+
+    Returns:
+        A view.
+
+    Example:
+        ```python
+        assert unpad_tensor(torch.tensor([1.0, 1.0, 0.0]), 0, 1).tolist() == [1.0, 1.0]
+        ```
+    """
     return tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)
 
 

@@ -55,6 +55,17 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 
     Raises:
         NotInGroupError: This rank is not in the mesh.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, _random, rand
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        _random.manual_seed(7, mesh)
+        x = rand(4, device_mesh=mesh, placements=[Shard(0)])
+        _random.manual_seed(7, mesh)
+        assert torch.equal(x.full_tensor(), torch.rand(4))
+        ```
     """
     if device_mesh.get_coordinate() is None:
         raise NotInGroupError(
@@ -64,7 +75,19 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 
 
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
-    """Return True: random operators on DTensors work on every device; torch's name."""
+    """Return True: random operators on DTensors work on every device; torch's name.
+
+    Args:
+        device_mesh: Any mesh.
+
+    Returns:
+        True.
+
+    Example:
+        ```python
+        assert _random.is_rng_supported_mesh(mesh)
+        ```
+    """
     return True
 
 

@@ -438,6 +438,18 @@ def compute_local_shape_and_global_offset(
         mesh: The mesh.
         placements: One for each axis.
         skip_offset: Return () in place of the offset.
+
+    Returns:
+        The shape, and where the part begins in each dimension.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, _utils
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        found = _utils.compute_local_shape_and_global_offset((4, 3), mesh, [Shard(0)])
+        assert found == ((2, 3), (2 * dist.get_rank(), 0))
+        ```
     """
     meta = TensorMeta.of(torch.empty(tuple(global_shape), device="meta"))
     op = "compute_local_shape_and_global_offset"

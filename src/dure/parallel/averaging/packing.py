@@ -94,11 +94,11 @@ def get_params_to_average(params: Parameters) -> list[torch.nn.Parameter]:
     Args:
         params: A model's parameters, or an optimizer's parameter groups.
 
-    Raises:
-        UsageError: Something among them is neither.
-
     Returns:
         The parameters, in their order.
+
+    Raises:
+        UsageError: Something among them is neither.
 
     Example:
         ```python
