@@ -7,6 +7,7 @@ import stat
 import pytest
 
 from dure.trace import dump, files, flight
+from dure.trace.record import Origin
 from tests.trace.made_up import ring_of
 
 pytestmark = pytest.mark.usefixtures("recorder")
@@ -25,7 +26,7 @@ def test_a_dump_is_a_private_file_that_says_who_when_and_where(tmp_path):
     assert content["pid"] == os.getpid() and content["reason"] == "dump()"
     assert content["clock"].keys() == {"monotonic_ns", "time_ns"}
     assert [r["seq"] for r in content["records"]] == [1, 2]
-    assert content["groups"] == [{"name": "g", "rank": 0, "ranks": [3, 4], "backend": ""}]
+    assert content["groups"] == [{"name": "g", "rank": 0, "ranges": [[3, 2, 1]], "backend": ""}]
     functions = [f["function"] for f in content["threads"][0]["stack"]]
     assert "test_a_dump_is_a_private_file_that_says_who_when_and_where" in functions
     assert list(path.parent.iterdir()) == [path]
@@ -59,3 +60,22 @@ def test_without_a_folder_the_users_state_keeps_the_newest_jobs(tmp_path, monkey
     dump()
     assert [p.name for p in (jobs / "job-5").iterdir()] == ["notes.txt"]
     del ring
+
+
+def test_ranks_are_written_as_ranges_in_their_order():
+    assert files.ranges_of([]) == []
+    assert files.ranges_of([7]) == [(7, 1, 1)]
+    assert files.ranges_of([0, 8, 16, 17]) == [(0, 3, 8), (17, 1, 1)]
+    assert files.ranges_of([2, 1, 0, 5]) == [(2, 3, -1), (5, 1, 1)]
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_the_file_of_a_rank_of_10000_is_as_small_as_that_of_a_rank_of_16(tmp_path, step):
+    sizes: list[int] = []
+    for ranks in (16, 10_000):
+        group = Origin(group="g", rank=0, global_ranks=tuple(range(0, ranks * step, step)))
+        path = files.write(
+            files.Target(folder=tmp_path), rank=0, groups=[group], records=[], job="", reason=""
+        )
+        sizes.append(len(path.read_bytes()))
+    assert sizes[1] < sizes[0] + 20  # digits of two numbers

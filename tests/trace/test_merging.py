@@ -84,3 +84,38 @@ def test_texts_move_no_cursor(tmp_path):
     assert (file.host, file.records[0].file) == (shown, shown)
     (tmp_path / "a\x1b[2J.json").write_text("{")
     assert read(tmp_path).problems == ("a\\u001b[2J.json: is not JSON, or incomplete",)
+
+
+def test_members_are_read_in_their_order_from_ranges_and_from_lists(tmp_path):
+    """Files of version 1 have lists."""
+    groups = [{"name": "g", "rank": 0, "backend": "shm", "ranges": [[4, 2, -4], [9, 1, 1]]}]
+    write(tmp_path, 0, [record(0, 1)], {"groups": groups})
+    groups = [{"name": "g", "rank": 1, "backend": "shm", "ranks": [4, 0, 9]}]
+    write(tmp_path, 4, [record(1, 1)], {"version": 1, "groups": groups})
+    flight = read(tmp_path)
+    assert flight.problems == ()
+    assert [flight.ranks[rank].groups[0].ranks for rank in (0, 4)] == [(4, 0, 9)] * 2
+    assert flight.absent == (9,)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [[[0, 1 << 40, 1]], [[0, 1 << 40, 0]], [[0, 3, -1]], [[0, 1 << 40, 1], [0, -1 << 40, 1]]],
+    ids=["many", "one rank many times", "negative ranks", "a negative number"],
+)
+def test_ranges_that_are_not_those_of_a_group_are_refused_before_they_take_memory(tmp_path, ranges):
+    write(tmp_path, 0, [record(0, 1)])
+    groups = [{"name": "g", "rank": 1, "ranges": ranges}]
+    write(tmp_path, 1, [record(1, 1)], {"groups": groups})
+    flight = read(tmp_path)
+    (problem,) = flight.problems
+    assert problem.startswith("rank1.json: ")
+    assert list(flight.ranks) == [0]
+
+
+def test_equal_groups_of_many_files_are_one_list(tmp_path):
+    groups = [{"name": "g", "rank": 0, "ranges": [[0, 256, 1]]}]
+    for rank in range(16):
+        write(tmp_path, rank, [record(0, 1)], {"groups": groups, "rank": rank})
+    flight = read(tmp_path)
+    assert len({id(file.groups[0].ranks) for file in flight.ranks.values()}) == 1

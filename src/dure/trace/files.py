@@ -1,4 +1,4 @@
-"""Files of the flight recorder: where they are written, and their format (version 1).
+"""Files of the flight recorder: where they are written, and their format (version 2).
 
 A file is one JSON object with these fields:
 
@@ -7,7 +7,9 @@ A file is one JSON object with these fields:
 * `reason`: why it was written;
 * `clock`: two clocks read at the same time, `time.monotonic_ns` and the time of day. All other
   times are `time.monotonic_ns`, which the processes of a host share; `clock` relates hosts;
-* `groups`: the groups that the rank is or was in;
+* `groups`: the groups that the rank is or was in. The global ranks of the members are in `ranges`,
+  each as the first one, their number, and the distance between two. Version 1 had a list of all
+  members in `ranks`, so the files of a large job grew with the square of its ranks;
 * `records`: its last operations by start time (`Record`);
 * `spans`, `marks`: phases of its last steps and values reported for them, if they were recorded
   (`Span`, `Mark`);
@@ -39,9 +41,9 @@ from dure.trace.marks import Mark
 from dure.trace.record import Origin, Record
 from dure.trace.spans import Span
 
-__all__ = ["CRASHED", "FORMAT", "VERSION", "Target", "target", "wanted", "write"]
+__all__ = ["CRASHED", "FORMAT", "VERSION", "Target", "ranges_of", "target", "wanted", "write"]
 
-FORMAT, VERSION = "dure-flight", 1
+FORMAT, VERSION = "dure-flight", 2
 _NEEDS = "dure>=0.2"
 CRASHED = "ended by "
 """Prefix of `reason` if an exception ended the rank; the exception follows."""
@@ -147,7 +149,12 @@ def write(
         "reason": reason,
         "clock": {"monotonic_ns": time.monotonic_ns(), "time_ns": time.time_ns()},
         "groups": [
-            {"name": g.group, "rank": g.rank, "ranks": list(g.global_ranks), "backend": g.backend}
+            {
+                "name": g.group,
+                "rank": g.rank,
+                "ranges": ranges_of(g.global_ranks),
+                "backend": g.backend,
+            }
             for g in groups
         ],
         "records": list(records),
@@ -168,6 +175,27 @@ def write(
         fresh.unlink(missing_ok=True)
         raise
     return path
+
+
+def ranges_of(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return numbers, in their order, as ranges: the first, how many, and the distance.
+
+    Example:
+        >>> ranges_of([0, 1, 2, 3])
+        [(0, 4, 1)]
+        >>> ranges_of([4, 0, 8, 16, 3])
+        [(4, 2, -4), (8, 2, 8), (3, 1, 1)]
+    """
+    found: list[tuple[int, int, int]] = []
+    at = 0
+    while at < len(numbers):
+        first, end = numbers[at], at + 1
+        step = numbers[end] - first if end < len(numbers) else 1
+        while end < len(numbers) and numbers[end] - numbers[end - 1] == step:
+            end += 1
+        found.append((first, end - at, step))
+        at = end
+    return found
 
 
 def _boot() -> str:

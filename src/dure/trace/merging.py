@@ -7,8 +7,8 @@ A folder may have files that cannot be merged: damaged files, files of another k
 two files of one rank. Each of them is reported, and the others are merged.
 
 Memory is bounded: if there are many files, only the last records of each are kept, as if the rank's
-ring had been smaller, and those that findings depend on (`_latest`). Files list the members of
-their groups, so equal lists are kept once.
+ring had been smaller, and those that findings depend on (`_latest`). The members of equal groups of
+different files are kept once.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ from dure.trace.spans import Span
 _MOST_BYTES = 1 << 28  # a hundred ranks' full records
 _OWN_START = b'{"format":"%s","version":%d,' % (FORMAT.encode(), VERSION)
 """How `files.write` begins a file of this version."""
+_READ = (1, VERSION)
+"""The versions that are read; `files` describes the difference."""
+_MOST_MEMBERS = 1 << 22
+"""How many members the groups of all files may have, equal groups counted once: a few bytes of a
+damaged file could name more than memory has."""
 _MOST_PROBLEMS = 20
 _MOST_RECORDS = 1 << 18
 """How many records of all files together are kept, if there are at least `_LEAST_RECORDS` each."""
@@ -68,14 +73,26 @@ class ClockPair:
     time_ns: int
 
 
+_Ranges = tuple[tuple[int, int, int], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """A group of a rank: the rank's number in it, and the global ranks of all members."""
+    """A group of a rank.
+
+    Attributes:
+        name: Its name.
+        rank: The rank's number in it.
+        ranks: The global ranks of all members.
+        backend: Its backend.
+        ranges: The same as `ranks` in a file, as ranges: empty after it has been read.
+    """
 
     name: str
     rank: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
     backend: str = ""
+    ranges: _Ranges = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +231,7 @@ def read_files(paths: Iterable[Path], where: str, limits: Limits | None = None) 
     left = limits.all_bytes
     paths = list(paths)
     most = max(_LEAST_RECORDS, _MOST_RECORDS // max(1, len(paths)))
-    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
+    members = _Members()
     num_cut = 0
     for path in paths:
         try:
@@ -222,12 +239,12 @@ def read_files(paths: Iterable[Path], where: str, limits: Limits | None = None) 
                 path, limits.each_bytes if left is None else min(left, limits.each_bytes)
             )
             left = None if left is None else left - len(content)
-            file = _decode(content)
+            file = members.listed(_decode(content))
             if limits.accept is not None and not limits.accept(file):
                 raise _Unreadable("holds more than a rank records")
             cut = _latest(file, most)
             num_cut += cut is not file
-            found.append((path, _with_shared_lists(cut, shared)))
+            found.append((path, cut))
         except _Unreadable as problem:
             problems.append(f"{_printable(path.name)}: {problem}")
     if not found:
@@ -267,10 +284,37 @@ def _latest(file: RankFile, most: int) -> RankFile:
     )
 
 
-def _with_shared_lists(file: RankFile, shared: dict[tuple[int, ...], tuple[int, ...]]) -> RankFile:
-    """Return a file whose lists of members are those of `shared`, which has each list once."""
-    groups = (replace(g, ranks=shared.setdefault(g.ranks, g.ranks)) for g in file.groups)
-    return replace(file, groups=tuple(groups))
+class _Members:
+    """The members of the groups of all files; those of equal groups are one object."""
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[int, ...] | _Ranges, tuple[int, ...]] = {}
+        self._num = 0
+
+    def listed(self, file: RankFile) -> RankFile:
+        """Return a file whose groups list their members.
+
+        Raises:
+            _Unreadable: Members are not ranks, or there are too many of them.
+        """
+        groups = (replace(group, ranks=self._of(group), ranges=()) for group in file.groups)
+        return replace(file, groups=tuple(groups))
+
+    def _of(self, group: Membership) -> tuple[int, ...]:
+        key = group.ranges or group.ranks
+        known = self._lists.get(key)
+        if known is None:
+            for first, number, step in group.ranges:
+                if number < 1 or min(first, first + (number - 1) * step) < 0:
+                    raise _Unreadable(f"is damaged (members of group {_printable(group.name)!r})")
+            self._num += sum(number for _, number, _ in group.ranges) or len(group.ranks)
+            if self._num > _MOST_MEMBERS:
+                raise _Unreadable(f"has groups of too many ranks: over {_MOST_MEMBERS:,} in all")
+            known = group.ranks or tuple(
+                first + i * step for first, number, step in group.ranges for i in range(number)
+            )
+            self._lists[key] = known
+        return known
 
 
 def read_file(path: Path) -> RankFile:
@@ -280,7 +324,7 @@ def read_file(path: Path) -> RankFile:
         UsageError: It cannot be read, or is not a flight record.
     """
     try:
-        return _decode(_content(path, _MOST_BYTES))
+        return _Members().listed(_decode(_content(path, _MOST_BYTES)))
     except _Unreadable as problem:
         raise UsageError(f"{path} cannot be shown", seen=str(problem)) from None
 
@@ -297,7 +341,7 @@ def _decode(content: bytes) -> RankFile:
         raise _Unreadable("is not JSON, or incomplete") from None
     if header.format != FORMAT:
         raise _Unreadable("is not a flight record")
-    if header.version != VERSION:
+    if header.version not in _READ:
         seen = f"is of format {header.version}, and this release of Dure reads {VERSION}"
         older = header.version < VERSION
         raise _Unreadable(f"{seen}: install {release_that_reads(header.needs, older=older)}")
