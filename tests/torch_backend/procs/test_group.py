@@ -56,3 +56,20 @@ def over_hosts(rank: int, folder: str) -> None:
 def test_ranks_of_two_hosts_get_shared_memory_inside_and_gloo_between(tmp_path):
     with ProcessPool(2, "hybrid", hosts="ab") as pool:
         pool.run(over_hosts, str(tmp_path))
+
+
+def made_twice(rank: int, folder: str) -> None:
+    """Groups of one name in one store: the second one does not find keys of the first."""
+    with world(rank, folder) as group:
+        for n in range(3):
+            pair = group._get_backend(torch.device("cpu")).split_group([0, 1])
+            assert pair.ours.backend_name == "hybrid"
+            tensor = torch.full((3,), rank + n)
+            pair.allreduce([tensor]).wait()
+            assert tensor.tolist() == [2 * n + 1] * 3
+            pair.ours.close()
+
+
+def test_a_second_group_of_a_name_over_two_hosts_works(tmp_path):
+    with ProcessPool(2, "hybrid", hosts="ab") as pool:
+        pool.run(made_twice, str(tmp_path))
