@@ -14,9 +14,10 @@ kind of device. Any number of groups is made in one exchange:
 
 Each group is published as soon as all its members have called. Of the ranks that wait for a member
 the first two of each host check regularly whether the processes of that host still live, and report
-one that has ended to all. A rank that fails reports this to all its groups that are not published
-yet, so that no member waits for it. The keys of a group are removed when all its members have left
-it (`forget_keys`).
+one that has ended to all. A rank that fails reports this to all its groups, so that no member waits
+for it: in the verdict, or, if the group is published and this rank has not begun to complete it, in
+a key (`failed`) that members look for while they connect. The keys of a group are removed when all
+its members have left it (`forget_keys`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from dure.errors import (
 )
 from dure.store.base import Store
 from dure.store.builds import Build, own_build, require_one_build
-from dure.store.gathering import Gathering, Verdict, wait_for_verdicts
+from dure.store.gathering import Gathering, Verdict, reason_of, wait_for_verdicts
 from dure.store.identity import Identity, alive, myself
 from dure.store.members import MemberTable
 from dure.store.prefix import PrefixStore
@@ -161,6 +162,7 @@ class _GroupSummary(msgspec.Struct, array_like=True, frozen=True):
 
 _pack = msgspec.msgpack.encode
 _read_entry = msgspec.msgpack.Decoder(_MemberEntry).decode
+_read_failure = msgspec.msgpack.Decoder(tuple[int, str]).decode
 _read_summary = msgspec.msgpack.Decoder(_GroupSummary).decode
 
 
@@ -199,7 +201,7 @@ class _GroupCreation:
         self._group: ProcessGroup | None = None
         self._offers: dict[str, dict[int, bytes]] = {}
         self._entries: list[_MemberEntry] = []
-        self._look_s = 0.0
+        self._look_s, self._is_completing = 0.0, False
         size = len(spec.global_ranks)
         self.gathering = Gathering(
             store,
@@ -259,7 +261,10 @@ class _GroupCreation:
 
         Raises:
             PeerLost: One of them has ended.
+            Desync: They do not agree.
         """
+        if self.gathering.summary:
+            self.check()  # if its members differ, this rank does not wait for other groups
         if not self.watched.has_others:
             return math.inf
         if self._look_s:
@@ -271,7 +276,7 @@ class _GroupCreation:
         return self._look_s
 
     def give_up(self, error: BaseException, lost: int | None) -> None:
-        """Report to the other members that this rank has failed, unless all have come.
+        """Report to the other members that this rank has failed.
 
         Args:
             error: Why.
@@ -279,7 +284,10 @@ class _GroupCreation:
         """
         if self.alone:
             return
-        if lost in self.spec.global_ranks:
+        if self.gathering.summary:
+            if not self._is_completing:  # the backend reports its own failures
+                self.watched.report_failure(reason_of(error))
+        elif lost in self.spec.global_ranks:
             self.gathering.fail(Verdict(lost=self.spec.global_ranks.index(lost)))
         else:
             self.gathering.give_up(error)
@@ -296,13 +304,7 @@ class _GroupCreation:
             "world_size": len(global_ranks),
         }
         if verdict.failed >= 0:
-            return RendezvousError(
-                f"rank {verdict.failed} failed while the group was made",
-                peer=verdict.failed,
-                seen=f"global rank {global_ranks[verdict.failed]}: {verdict.why}",
-                fix="Look at that rank's own error.",
-                **where,
-            )
+            return self.watched.failed(verdict.failed, verdict.why)
         late = "; this rank came when the others had given up" * (self.rank in verdict.missing)
         return RendezvousTimeout(
             "not all members called to create the group",
@@ -349,6 +351,7 @@ class _GroupCreation:
 
     def build(self) -> dict[str, Backend]:
         """Build the backend of each kind of device."""
+        self._is_completing = True
         for name, opening in self._openings.items():
             backend, options = opening.complete(), self._options[name]
             if not getattr(backend, "compares_calls", False) and verify.wanted(options):
@@ -465,10 +468,12 @@ class WatchedStore(PrefixStore):
     ) -> None:
         super().__init__(f"group/{spec.name}/0", store)
         self._spec, self._rank, self._members = spec, rank, members
+        self._is_published = False
 
     def use_attempt(self, number: int) -> None:
-        """Use the keys of an attempt to make the group: those of others may have been left."""
+        """Use the keys of the attempt in which all came: those of others may have been left."""
         self._prefix = f"group/{self._spec.name}/{number}/"
+        self._is_published = True
 
     @cached_property
     def _processes(self) -> dict[Identity, int]:
@@ -497,14 +502,42 @@ class WatchedStore(PrefixStore):
         """Return at once whether all `keys` exist."""
         here = super().check(keys)
         if not here:
-            self.look()
+            try:
+                self.look()
+            except RendezvousError:  # the backend may have set the keys just before, as the reason
+                if super().check(keys):
+                    return True
+                raise
         return here
 
     def look(self) -> None:
-        """Raise if a member's process on this host has ended."""
+        """Raise if a member's process on this host has ended, or a member has failed."""
         for process, peer in self._processes.items():
             if alive(process) is False:
                 raise self.ended(peer)
+        if self._is_published and self._store.check([self._failed_key]):
+            raise self.failed(*_read_failure(self._store.get(self._failed_key)))
+
+    @property
+    def _failed_key(self) -> str:
+        return f"{self._prefix}failed"
+
+    def report_failure(self, why: str) -> None:
+        """Let other members know that this one has failed before it began to connect."""
+        with suppress(StoreError):
+            self._store.compare_set(self._failed_key, "", _pack((self._rank, why)))
+
+    def failed(self, peer: int, why: str) -> RendezvousError:
+        """Return the error for a member that has failed."""
+        return RendezvousError(
+            f"rank {peer} failed while the group was made",
+            group=self._spec.name,
+            rank=self._rank,
+            world_size=len(self._spec.global_ranks),
+            peer=peer,
+            seen=f"global rank {self._spec.global_ranks[peer]}: {why}",
+            fix="Look at that rank's own error.",
+        )
 
     def ended(self, peer: int) -> PeerLost:
         """Return the error for a member whose process has ended."""

@@ -39,7 +39,7 @@ import msgspec
 from dure.errors import PeerLost, RendezvousError, RendezvousTimeout, StoreError, StoreTimeout
 from dure.store.base import Store
 
-__all__ = ["Gathering", "Verdict", "gather", "gather_all", "wait_for_verdicts"]
+__all__ = ["Gathering", "Verdict", "gather", "gather_all", "reason_of", "wait_for_verdicts"]
 
 _DOUBT_S = 5.0
 """After how long the first rank that waits asks for the first time whether all have come."""
@@ -87,6 +87,11 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
 
 _read_verdict = msgspec.msgpack.Decoder(Verdict).decode
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what other ranks read of the error of a rank that has failed."""
+    return f"{type(error).__name__}: {error}"[:_WHY_CHARS]
 
 
 class Gathering:
@@ -233,7 +238,7 @@ class Gathering:
 
     def give_up(self, error: BaseException) -> None:
         """Let the other ranks know that this one has left, unless there is a verdict."""
-        why = f"{type(error).__name__}: {error}"[:_WHY_CHARS]
+        why = reason_of(error)
         lost = error.peer if isinstance(error, PeerLost) and error.group == self.group else None
         if lost is None:
             self.fail(Verdict(failed=self.rank, why=why))

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 import dure as dist
 from dure import native
 from dure.comm import creation, init
+from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.registry import register_backend, unregister_backend
 from dure.comm.creation import GroupSpec, create_groups
 from dure.comm.subgroups import GroupOptions, new_groups
@@ -498,3 +499,66 @@ def test_the_last_of_256_ranks_to_leave_removes_the_keys_in_one_request():
     after = [store.num_requests for store in stores]
     assert [b - a for a, b in zip(before, after, strict=True)] == [1] * (size - 1) + [3]
     assert shared.list_keys() == []
+
+
+@pytest.fixture
+def waiting_backend():
+    """A backend whose ranks wait in the group's store for rank 0 to connect."""
+
+    def connect(options: BackendOptions) -> Any:
+        options.store.wait(["rank 0 has connected"], LONG)
+
+    register_backend("waiting", connect, devices=("cpu",))
+    yield
+    unregister_backend("waiting")
+
+
+@pytest.mark.usefixtures("waiting_backend")
+def test_a_rank_that_fails_when_all_have_come_is_not_waited_for_by_its_other_group():
+    """Ranks 0 and 1 do not agree on w; rank 2 waits for rank 0 in o, which is complete."""
+    member, shared = RendezvousMember(0, 3, myself(), "", own_build()), HashStore()
+    members = [replace(member, rank=rank) for rank in range(3)]
+
+    def create(rank: int) -> BaseException:
+        specs = [
+            GroupSpec(name="w", global_ranks=(0, 1), backend=f"{'cpu:' * rank}fake", timeout=LONG),
+            GroupSpec(name="o", global_ranks=(0, 2), backend="waiting", timeout=LONG),
+        ]
+        mine = [spec for spec in specs if rank in spec.global_ranks]
+        with pytest.raises(dist.DureError) as caught:
+            create_groups(_world_of(members, shared), shared, rank, mine)
+        return caught.value
+
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(create, rank) for rank in (0, 2)]
+        until(lambda: shared.check(["group/o/0/verdict", "group/w/0/member/0"]))
+        second = create(1)
+        first, third = (each.result(PATIENCE_S) for each in waits)
+    assert isinstance(first, Desync)
+    assert isinstance(second, Desync)
+    assert isinstance(third, RendezvousError)
+    assert (third.group, third.peer) == ("o", 0)
+    assert third.seen.startswith("global rank 0: Desync: the members do not agree on the group")
+
+
+def test_a_rank_whose_group_does_not_agree_does_not_wait_for_its_other_group(monkeypatch):
+    """Rank 2 does not come to o."""
+    monkeypatch.setattr(gathering, "_LOOK_S", 0.05)
+    member, shared = RendezvousMember(0, 3, myself(), "", own_build()), HashStore()
+    members = [replace(member, rank=rank) for rank in range(3)]
+
+    def create(rank: int) -> None:
+        limit = LONG if rank == 0 else AT_ONCE
+        specs = [
+            GroupSpec(name="w", global_ranks=(0, 1), backend=f"{'cpu:' * rank}fake", timeout=limit),
+            GroupSpec(name="o", global_ranks=(0, 2), backend="fake", timeout=limit),
+        ]
+        mine = [spec for spec in specs if rank in spec.global_ranks]
+        with pytest.raises(Desync):
+            create_groups(_world_of(members, shared), shared, rank, mine)
+
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(create, 0)
+        until(lambda: shared.check(["group/w/0/member/0"]))
+        create(1)
+        waits.result(PATIENCE_S)
