@@ -35,19 +35,50 @@ def write_torch_folder(folder: Path, taken: Taken, leaves: dict[str, Leaf]) -> N
             no checkpoint then.
     """
     # lazy: torch's checkpoints take a second to import, and only this needs them
-    from torch.distributed.checkpoint import (
-        api,
-        default_planner,
-        filesystem,
-        metadata,
-        planner,
-        state_dict_saver,
-    )
+    from torch.distributed.checkpoint import api, filesystem, state_dict_saver
 
-    def items_of(name: str, leaf: Leaf) -> list[Any]:
+    planner: Any = _SlicePlanner(taken, leaves)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = filesystem.FileSystemWriter(folder)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except (OSError, api.CheckpointException) as e:
+        what = "the checkpoint was not written"
+        raise CheckpointError(what, path=str(folder), seen=f"{e}") from e
+
+
+class _SlicePlanner:
+    """Plans and resolves slices, as torch's `SavePlanner`, whose module is not imported for it.
+
+    Args:
+        taken: The tensors.
+        leaves: Tensors, as `Named`, and values, by name.
+    """
+
+    def __init__(self, taken: Taken, leaves: dict[str, Leaf]) -> None:
+        self._taken, self._leaves = taken, leaves
+        self._paths = {name: _keys(leaf.path) for name, leaf in leaves.items()}
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Do nothing: all is known."""
+
+    def create_local_plan(self) -> Any:
+        """Return the plan of all slices and values."""
+        from torch.distributed.checkpoint import planner  # lazy: as above
+
+        items = [item for name, leaf in self._leaves.items() for item in self._items(name, leaf)]
+        return planner.SavePlan(items, planner_data=self._paths)
+
+    def _items(self, name: str, leaf: Leaf) -> list[Any]:
+        from torch.distributed.checkpoint import metadata, planner  # lazy: as above
+
         if not isinstance(leaf.value, Named):
             return [planner.WriteItem(metadata.MetadataIndex(name), planner.WriteItemType.BYTE_IO)]
-        kind, boxes, _ = taken.offer[leaf.value]
+        kind, boxes, _ = self._taken.offer[leaf.value]
         boxes = boxes or (full_box(kind.shape),)
         in_one = boxes == (full_box(kind.shape),)
         size = torch.Size(kind.shape)
@@ -64,46 +95,30 @@ def write_torch_folder(folder: Path, taken: Taken, leaves: dict[str, Leaf]) -> N
             for box in boxes
         ]
 
-    paths = {name: _keys(leaf.path) for name, leaf in leaves.items()}
+    def create_global_plan(self, all_plans: list[Any]) -> Any:
+        """Return torch's own division of the plans, with the paths of this state."""
+        from torch.distributed.checkpoint import default_planner  # lazy: as above
 
-    class Streaming(planner.SavePlanner):
-        def set_up_planner(
-            self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-        ) -> None: ...
+        plans, about = default_planner.create_default_global_save_plan(all_plans)
+        about.planner_data = self._paths
+        return plans, about
 
-        def create_local_plan(self) -> Any:
-            found = [item for name, leaf in leaves.items() for item in items_of(name, leaf)]
-            return planner.SavePlan(found, planner_data=paths)
+    def finish_plan(self, new_plan: Any) -> Any:
+        """Return the plan as it is."""
+        return new_plan
 
-        def create_global_plan(self, all_plans: list[Any]) -> Any:
-            plans, about = default_planner.create_default_global_save_plan(all_plans)
-            about.planner_data = paths
-            return plans, about
-
-        def finish_plan(self, new_plan: Any) -> Any:
-            return new_plan
-
-        def resolve_data(self, write_item: Any) -> Any:
-            value = leaves[write_item.index.fqn].value
-            if not isinstance(value, Named):
-                made = io.BytesIO()
-                torch.save(value, made)
-                return made
-            chunk = write_item.tensor_data.chunk
-            kind, box = taken.offer[value][0], Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            if not box.num_elements:
-                return torch.empty(box.sizes, dtype=kind.torch_dtype, device="cpu")
-            return taken.memory[Slice(value, box)]
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writer = filesystem.FileSystemWriter(folder)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            state_dict_saver.save({}, storage_writer=writer, planner=Streaming(), no_dist=True)
-    except (OSError, api.CheckpointException) as e:
-        what = "the checkpoint was not written"
-        raise CheckpointError(what, path=str(folder), seen=f"{e}") from e
+    def resolve_data(self, write_item: Any) -> Any:
+        """Return the tensor of a slice, or the bytes of a value."""
+        value = self._leaves[write_item.index.fqn].value
+        if not isinstance(value, Named):
+            made = io.BytesIO()
+            torch.save(value, made)
+            return made
+        chunk = write_item.tensor_data.chunk
+        kind, box = self._taken.offer[value][0], Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if not box.num_elements:
+            return torch.empty(box.sizes, dtype=kind.torch_dtype, device="cpu")
+        return self._taken.memory[Slice(value, box)]
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
