@@ -86,6 +86,15 @@ def _clients() -> str:
     return "" if found else "not installed: accelerate (`make clients` has it)"
 
 
+def _opentelemetry() -> str:
+    found = importlib.util.find_spec("opentelemetry.sdk") if _has("opentelemetry") else None
+    return "" if found else "not installed: opentelemetry-sdk"
+
+
+def _has(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
 NEEDS: dict[str, Callable[[], str]] = {
     "engine": _engine,
     "root": _root,
@@ -101,6 +110,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "extra page": _page,
     "ClusterShell": _cluster_shell,
     "clients": _clients,
+    "OpenTelemetry": _opentelemetry,
 }
 
 

@@ -222,6 +222,17 @@ VARIABLES: dict[str, Variable] = {
             meaning="where ranks publish for the page of their run; set by `dure run --page`",
         ),
         Variable(
+            name="DURE_METRICS_DIR",
+            meaning="where ranks publish their counts; set by `dure run --metrics-port`",
+        ),
+        Variable(
+            name="DURE_OTEL_MS",
+            meaning="make spans of OpenTelemetry of operations that take at least so many "
+            "milliseconds, of phases of steps, and of launches; not set: none",
+            example="10",
+        ),
+        Variable(name="TRACEPARENT", meaning="the parent of spans, as W3C defines it"),
+        Variable(
             name="DURE_VERIFY",
             meaning="1: ranks compare every collective over gloo or nccl before data move",
         ),

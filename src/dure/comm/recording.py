@@ -11,7 +11,7 @@ import time
 
 from dure import env
 from dure.store.base import Store
-from dure.trace import flight, line, publishing, signals
+from dure.trace import flight, line, publishing, signals, telemetry
 
 _KEY = "trace/job"
 
@@ -29,6 +29,7 @@ def begin_recording(store: Store) -> None:
     signals.install()
     line.answer_launcher()
     publishing.start()
+    telemetry.start()
 
 
 def _agree(store: Store) -> str:

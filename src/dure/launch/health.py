@@ -8,11 +8,10 @@ whether a round runs, and for how long its ranks have shown no sign of work (onl
 from __future__ import annotations
 
 import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from dure.launch.hang import HangDetector
+from dure.launch.http_port import Answer, HttpPort
 
 __all__ = ["HealthServer"]
 
@@ -37,31 +36,16 @@ class HealthServer:
     def __init__(self, port: int) -> None:
         self.running = False
         self.hang: HangDetector | None = None
-        health = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                code, state = health.state()
-                body = json.dumps(state).encode() + b"\n"
-                self.send_response(code)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Do not print each request."""
-
-        self._server = HTTPServer(("", port), Handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="dure-health", daemon=True
-        )
-        self._thread.start()
+        self._http = HttpPort(port, "dure-health", self._answer)
 
     @property
     def port(self) -> int:
         """The port, if any was asked for."""
-        return self._server.server_port
+        return self._http.port
+
+    def _answer(self, path: str) -> Answer:
+        code, state = self.state()
+        return Answer(code, "application/json", json.dumps(state) + "\n")
 
     def state(self) -> tuple[int, dict[str, object]]:
         """Return the HTTP status, and what is known of the job."""
@@ -75,6 +59,4 @@ class HealthServer:
 
     def close(self) -> None:
         """Stop answering."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._http.close()

@@ -1,15 +1,18 @@
-"""Publishing the flight record of a rank for the page of the run (`dure run --page`).
+"""Publishing what a rank has recorded: for the page of the run, and for its metrics.
 
-The launcher sets a folder (DURE_PAGE_DIR). A thread of each rank writes a short flight record to a
-file there every two seconds: the last operations of each group, the last spans and marks, and the
-stacks of the threads. Each file replaces the one before it. When the page ends, the launcher
-deletes the folder, and the thread ends.
+*The page* (`dure run --page`). The launcher sets a folder (DURE_PAGE_DIR). A thread of each rank
+writes a short flight record to a file there every two seconds: the last operations of each group,
+the last spans and marks, and the stacks of the threads. Each file replaces the one before it. When
+the page ends, the launcher deletes the folder, and the thread ends.
+
+*Metrics* (`dure run --metrics-port`). The same with DURE_METRICS_DIR, once a second, and the files
+have counts of operations (`counting`).
 
 A separate thread works even while the program is stuck in an operation. It is started with the
 rank's first group, or by the first `log`. Without the folder nothing happens.
 
-Cost: a thread that runs for about 3 ms every two seconds (benchmarks/page.py), and the cost of
-recording spans.
+Cost: for the page, a thread that runs for about 3 ms every two seconds (benchmarks/page.py), and
+the cost of recording spans; for metrics, see docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
 
 from dure import env
 from dure.errors import UsageError
-from dure.trace import files, flight, line, logs
+from dure.trace import counting, files, flight, line, logs
 from dure.trace.marks import Mark
 
 __all__ = ["EVERY_S", "log", "on_crash", "start", "stop"]
@@ -38,21 +42,39 @@ _LONGEST_NAME, _SHOWN = 80, 100
 
 
 class _Publisher:
-    """Publishes the flight records of this process's ranks until the folder is deleted."""
+    """Publishes what this process's ranks have recorded until the folder is deleted.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        folder: The folder.
+        name: Of the thread.
+        every_s: How often.
+        write: Writes the files; gets the folder and the reason.
+        reads_steps: Whether spans and marks are recorded for it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        every_s: float,
+        write: Callable[[Path, str], None],
+        reads_steps: bool = False,
+    ) -> None:
+        self._folder, self._every_s, self._write = folder, every_s, write
+        self._reads_steps = reads_steps
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._failed = False  # and a warning was logged
-        flight.read_steps(True)
-        self._thread = threading.Thread(target=self._run, name="dure-page", daemon=True)
+        if reads_steps:
+            flight.read_steps(True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while self.publish("page"):
-            self._ended.wait(EVERY_S)
-        flight.read_steps(False)
+            self._ended.wait(self._every_s)
+        if self._reads_steps:
+            flight.read_steps(False)
 
     def stop(self) -> None:
         """Stop the thread, and wait for its end."""
@@ -67,52 +89,68 @@ class _Publisher:
             if ending:
                 self._ended.set()
             try:
-                flight.publish(self._folder, reason, (_RECORDS, _SPANS, _MARKS))
-            except OSError as e:  # such as a full disk: the program continues with an old page
+                self._write(self._folder, reason)
+            except OSError as e:  # such as a full disk: the program continues with old files
                 if not self._failed:
                     self._failed = True
-                    _log.warning("the page of the run is not up to date: %s", e)
+                    _log.warning("the page or the metrics of the run are not up to date: %s", e)
         return True
 
 
-_publisher: _Publisher | None = None
+def _write_page(folder: Path, reason: str) -> None:
+    flight.publish(folder, reason, (_RECORDS, _SPANS, _MARKS))
+
+
+def _counting() -> Callable[[Path, str], None]:
+    counts: dict[int, counting.Counts] = {}
+    return lambda folder, _: counting.write_counts(folder, counts)
+
+
+_publishers: list[_Publisher] = []
 _started = False
 
 
 def _reset() -> None:
     """Reset the state in a forked child, which does not have its parent's thread."""
-    global _publisher, _started
-    _publisher, _started = None, False
+    global _started
+    _publishers.clear()
+    _started = False
 
 
 os.register_at_fork(after_in_child=_reset)
 
 
 def start() -> None:
-    """Start to publish, if this process is a rank with a page, and unless it was started."""
-    global _publisher, _started
+    """Start to publish, if this process is a rank and the launcher wants it; once."""
+    global _started
     if _started:
         return
     _started = True
-    folder = env.text("DURE_PAGE_DIR")
-    if folder and line.is_rank():  # not a process that a rank has forked or started
-        _publisher = _Publisher(Path(folder))
-        atexit.register(_publish_last, _publisher, os.getpid())
+    if not line.is_rank():  # a process that a rank has forked or started
+        return
+    if folder := env.text("DURE_PAGE_DIR"):
+        _publishers.append(_Publisher(Path(folder), "dure-page", EVERY_S, _write_page, True))
+    if folder := env.text("DURE_METRICS_DIR"):
+        every_s = counting.EVERY_S
+        _publishers.append(_Publisher(Path(folder), "dure-metrics", every_s, _counting()))
+    for publisher in _publishers:
+        atexit.register(_publish_last, publisher, os.getpid())
 
 
 def stop() -> None:
     """Stop publishing until `start` is called again."""
-    global _publisher, _started
-    publisher, _publisher, _started = _publisher, None, False
-    if publisher is not None:
+    global _started
+    publishers, _started = _publishers[:], False
+    _publishers.clear()
+    for publisher in publishers:
         publisher.stop()
 
 
 def on_crash(error: BaseException) -> None:
     """Publish for the last time before `error` ends this rank's program. Never raises."""
-    if _publisher is not None and not isinstance(error, SystemExit):
+    for publisher in [] if isinstance(error, SystemExit) else _publishers:
         with suppress(Exception):
-            _publisher.publish(f"{files.CRASHED}{type(error).__name__}: {error}", ending=True)
+            publisher.publish(f"{files.CRASHED}{type(error).__name__}: {error}", ending=True)
 
 
 def _publish_last(publisher: _Publisher, pid: int) -> None:

@@ -26,6 +26,7 @@ from dure.launch.clusters.node_slot import take_node_slot
 from dure.launch.program import check_output
 from dure.launch.ranks.errorfiles import recorded
 from dure.placement.detect import detect
+from dure.trace import telemetry
 
 
 def run(words: list[str]) -> int:
@@ -51,18 +52,34 @@ def run(words: list[str]) -> int:
         follow_control_stream(sys.stdin.fileno(), spec.grace_s)
         spec = dataclasses.replace(spec, stdin="none")
     _show_warnings()
-    result = _run_with_page(spec) if request.page else run_job(spec)
+    result = _run_with_page(request, spec) if request.page else _run_job(request, spec)
     _record_failure(result)
     return code_for_ssh(result.exit_code) if request.leash else result.exit_code
 
 
-def _run_with_page(spec: JobSpec) -> JobResult:
+def _run_with_page(request: RunRequest, spec: JobSpec) -> JobResult:
     from dure.cli.page import shown_on_page  # lazy: most jobs have none
 
     with shown_on_page(spec) as (shown, page):
-        result = run_job(shown)
+        result = _run_job(request, shown)
         page.conclude(result)
     return result
+
+
+def _run_job(request: RunRequest, spec: JobSpec) -> JobResult:
+    with telemetry.launch_span(spec.program, spec.nproc) as variables:
+        return _run_with_metrics(
+            request, dataclasses.replace(spec, env={**spec.env, **variables}) if variables else spec
+        )
+
+
+def _run_with_metrics(request: RunRequest, spec: JobSpec) -> JobResult:
+    if request.metrics_port is None:
+        return run_job(spec)
+    from dure.launch.metrics import served_metrics  # lazy: most jobs have none
+
+    with served_metrics(spec, request.metrics_port) as served:
+        return run_job(served)
 
 
 def _show_warnings() -> None:

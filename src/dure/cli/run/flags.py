@@ -163,6 +163,12 @@ _add(
     values.port,
     replaced_by="TORCHELASTIC_HEALTH_CHECK_PORT",
 )
+_add(
+    "--metrics-port PORT",
+    "Answer requests of Prometheus here: operations, waiting, steps, memory and restarts of this "
+    "host's ranks. [default: none]",
+    values.port,
+)
 _torchrun(
     "--timeout-term, --shutdown-timeout SECONDS",
     "Time from SIGTERM to SIGKILL when the job must end. [default: 5 after a failure, 0.6 after "

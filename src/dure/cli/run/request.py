@@ -61,6 +61,7 @@ class RunRequest:
     ssh_options: Sequence[str] = ()
     leash: bool = False
     page: bool = False
+    metrics_port: int | None = None
     set_by_user: frozenset[str] = frozenset()
 
 

@@ -1,4 +1,4 @@
-"""An observer of a running job, beside the terminal: the page (`dure run --page`)."""
+"""Observers of a running job, beside the terminal: the page (`dure run --page`), and metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 from dure.launch.ranks.report import ReportedStep
 from dure.launch.spec import Stream
 
-__all__ = ["Watcher"]
+__all__ = ["Watcher", "Watchers"]
 
 
 class Watcher(Protocol):
@@ -16,8 +16,10 @@ class Watcher(Protocol):
     Threads: it is called on the launcher's thread, which must never wait.
     """
 
-    due_at: float
-    """When `tick` is to be called, on `time.monotonic`."""
+    @property
+    def due_at(self) -> float:
+        """When `tick` is to be called, on `time.monotonic`."""
+        ...
 
     def wrote(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
         """Record lines that a rank wrote."""
@@ -34,3 +36,36 @@ class Watcher(Protocol):
     def tick(self, now: float) -> None:
         """Show the present state."""
         ...
+
+
+class Watchers:
+    """Several observers as one."""
+
+    def __init__(self, *watchers: Watcher) -> None:
+        self._watchers = watchers
+
+    @property
+    def due_at(self) -> float:
+        """When `tick` is to be called."""
+        return min(watcher.due_at for watcher in self._watchers)
+
+    def wrote(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
+        """Pass on lines that a rank wrote."""
+        for watcher in self._watchers:
+            watcher.wrote(rank, stream, lines)
+
+    def spoke(self, rank: int, line: bytes) -> None:
+        """Pass on the last line that a rank wrote."""
+        for watcher in self._watchers:
+            watcher.spoke(rank, line)
+
+    def progressed(self, rank: int, step: ReportedStep) -> None:
+        """Pass on a rank's step."""
+        for watcher in self._watchers:
+            watcher.progressed(rank, step)
+
+    def tick(self, now: float) -> None:
+        """Pass on the time, to those that are due."""
+        for watcher in self._watchers:
+            if now >= watcher.due_at:
+                watcher.tick(now)
