@@ -41,10 +41,13 @@ PAGES |= {
 }
 # Pages that a search finds before others that have its words; 1 is the ordinary weight.
 SEARCHED = {
-    "debugging.md": 2,
+    "clients.md": 6,
+    "debugging.md": 3,
     "evaluating.md": 6,
     "gpu.md": 4,
+    "launch.md": 4,
     "memory.md": 5,
+    "migration.md": 5,
     "reproducibility.md": 4,
     "troubleshooting.md": 2,
 }
@@ -75,6 +78,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     weight = 3 if source.startswith("reference/") else SEARCHED.get(source)
     if weight is not None:
         page.meta.setdefault("search", {"boost": weight})
+    if source.startswith("examples/"):
+        page.meta.setdefault("search", {"boost": 0.3})  # code: the guides that explain it first
     if source.startswith("ko/"):
         page.meta.setdefault("search", {"boost": 0.1})  # English words: English pages first
     if page.file.generated_by is not None:

@@ -55,6 +55,14 @@ def get_args_parser() -> argparse.ArgumentParser:
     Returns:
         The parser. Its result has no attributes for missing flags. Unlike `parse_args`, it does not
         accept flags with underscores or shortened flags.
+
+    Example:
+        ```python
+        from dure import run
+
+        parser = run.get_args_parser()
+        assert parser.parse_args(["--nproc", "2", "train.py"]).training_script == "train.py"
+        ```
     """
     parser = argparse.ArgumentParser(
         prog="dure run", parents=[run_parser().arguments], add_help=False
@@ -76,6 +84,13 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 
     Raises:
         UsageError: A flag is unknown, or its value is invalid.
+
+    Example:
+        ```python
+        args = run.parse_args(["--nproc", "2", "train.py", "--lr", "0.1"])
+        assert args.training_script == "train.py"
+        assert args.training_script_args == ["--lr", "0.1"]
+        ```
     """
     given = run_parser().parse(sys.argv[1:] if args is None else args)
     return argparse.Namespace(
@@ -94,6 +109,13 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, str, list[
 
     Raises:
         UsageError: Flags contradict each other, or the program is missing.
+
+    Example:
+        ```python
+        config, program, arguments = run.config_from_args(args)
+        assert config.nproc_per_node == 2
+        assert arguments[-3:] == ["train.py", "--lr", "0.1"]
+        ```
     """
     spec = _spec(args)
     config = LaunchConfig(

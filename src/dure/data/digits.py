@@ -24,6 +24,13 @@ def require_digits() -> None:
 
     Raises:
         DataError: scikit-learn, which carries them, is not installed.
+
+    Example:
+        ```python
+        from dure import data
+
+        data.require_digits()  # raises without scikit-learn
+        ```
     """
     if find_spec("sklearn") is None:
         raise DataError(
@@ -42,6 +49,12 @@ def read_digits() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
     Raises:
         DataError: scikit-learn is not installed.
+
+    Example:
+        ```python
+        images, labels = data.read_digits()
+        assert len(images) == len(labels) == 1797
+        ```
     """
     require_digits()
     bunch = importlib.import_module("sklearn.datasets").load_digits()

@@ -71,6 +71,14 @@ def load_digits(test_fraction: float = 0.2, seed: int = 1234) -> ImageData:
     Raises:
         DataError: scikit-learn is not installed.
         UsageError: `test_fraction` is not from 0 to 1.
+
+    Example:
+        ```python
+        from dure import data
+
+        digits = data.load_digits()
+        assert len(digits.train) > len(digits.test)
+        ```
     """
     pixels, labels = read_digits()
     cut = DataPartitioner(range(len(labels)), (1 - test_fraction, test_fraction), seed)

@@ -137,6 +137,14 @@ def read_python_sources(max_bytes: int = 1_000_000, directory: str | Path | None
 
     Raises:
         DataError: There is no source, as where Python was installed without them.
+
+    Example:
+        ```python
+        from dure import data
+
+        text = data.read_python_sources(max_bytes=10_000)
+        assert 0 < len(text) <= 10_000
+        ```
     """
     home = Path(directory or sysconfig.get_path("stdlib"))
     parts: list[bytes] = []
@@ -192,6 +200,12 @@ def load_python_sources(
     Raises:
         DataError: There are no sources on this machine.
         UsageError: `window` or `test_fraction` leaves no window to learn from.
+
+    Example:
+        ```python
+        text = data.load_python_sources(16, max_bytes=10_000)
+        assert len(text.train) > len(text.test)
+        ```
     """
     text = read_python_sources(max_bytes)
     vocabulary = Vocabulary.of(text, max_vocabulary)

@@ -77,6 +77,15 @@ def on_preempt(callback: F) -> F:
 
     Raises:
         UsageError: This is not the main thread, which alone may catch signals.
+
+    Example:
+        ```python
+        from dure import elastic
+
+        @elastic.on_preempt
+        def save():
+            print("all ranks are here, after the same step")
+        ```
     """
     watch()
     _notes.callbacks.append(callback)
@@ -101,6 +110,11 @@ def preempted(group: ProcessGroup | None = None) -> bool:
 
     Cost:
         An all_reduce of 8 bytes.
+
+    Example:
+        ```python
+        assert not elastic.preempted()  # no rank was sent SIGTERM
+        ```
     """
     watch()
     was_asked = asked()

@@ -86,6 +86,15 @@ def spawn(
         KeyboardInterrupt: Ctrl-C, or "interrupt the kernel"; no rank is left.
 
     Cost: some 50 ms to start for forked ranks; spawned ones start as with `dure run`.
+
+    Example:
+        ```python
+        import os
+
+        if dist.get_rank() == 0:  # one process calls, such as a notebook
+            ranks = dist.spawn(os.getenv, nproc=3, args=("RANK",))
+            assert ranks == ["0", "1", "2"]
+        ```
     """
     results = results_of_ranks(fn, nproc, args, start, **settings)
     return [results[rank] for rank in sorted(results)]

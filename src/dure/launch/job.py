@@ -48,6 +48,16 @@ def run_job(spec: JobSpec) -> JobResult:
     Threads: one job at a time in a process, for signals and orphans are the process's.
     Cost: a fresh interpreter per rank (some 30 ms of processor time, and its imports); with a
     zygote, one import for all of them, and some 20 ms per rank.
+
+    Example:
+        ```python
+        from dure import launch
+
+        if dist.get_rank() == 0:
+            Path("hello.py").write_text("print('hello')")
+            spec = launch.JobSpec(program="hello.py", nproc=2, quiet=True)
+            assert launch.run_job(spec).exit_code == 0
+        ```
     """
     check_program(spec)
     started = time.monotonic()

@@ -383,6 +383,14 @@ def update_expert_bias(model: nn.Module, group: Group = None) -> dict[str, torch
 
     Collective, Cost:
         As `tokens_per_expert`.
+
+    Example:
+        ```python
+        layer = experts.MoE(experts.MoEArgs(num_experts=4), 8, 16)
+        layer(torch.ones(1, 3, 8))
+        load = experts.update_expert_bias(layer)  # after the optimizer's step
+        assert sum(n.sum().item() for n in load.values()) == 3
+        ```
     """
     loads = tokens_per_expert(model, group, reset=True)
     for name, layer in _layers(model):
@@ -416,6 +424,15 @@ def balancing_loss(model: nn.Module, group: Group = None) -> torch.Tensor:
 
     Cost:
         One all_reduce of 8 bytes an expert, for all layers.
+
+    Example:
+        ```python
+        layer = experts.MoE(experts.MoEArgs(num_experts=4, aux_loss_coeff=0.01), 8, 16)
+        result = layer(torch.ones(1, 3, 8))
+        balance = experts.balancing_loss(layer)
+        (result.sum() + balance).backward()
+        assert balance.item() > 0
+        ```
     """
     layers = [m for _, m in _layers(model) if m.balance is not None]
     found = [m.balance for m in layers if m.balance is not None]

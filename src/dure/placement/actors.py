@@ -33,9 +33,13 @@ def actor_variables(
         UsageError: There are no actors, or two of a node were given the same GPU.
 
     Example:
-        The rank of the second actor of the first node comes before that of the second node::
+        ```python
+        from dure.placement import actor_variables
 
-            actor_variables([("10.0.0.1", [0]), ("10.0.0.2", [0]), ("10.0.0.1", [1])], 29500)
+        actors = [("10.0.0.1", [0]), ("10.0.0.2", [0]), ("10.0.0.1", [1])]
+        ranks = [variables["RANK"] for variables in actor_variables(actors, 29500)]
+        assert ranks == ["0", "2", "1"]  # ranks of one node follow each other
+        ```
     """
     if not actors:
         raise UsageError("there are no actors")

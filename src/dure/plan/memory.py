@@ -270,6 +270,14 @@ def memory(model: Model, mesh: Mesh, training: Training | None = None) -> list[M
 
     Raises:
         UsageError: The mesh does not divide the model; the message names the rule.
+
+    Example:
+        ```python
+        from dure import plan
+
+        (rank,) = plan.memory(plan.find_model("llama3-8b"), plan.Mesh(fsdp=8))
+        assert rank.total > 0
+        ```
     """
     training = training or Training()
     _check(model, mesh)

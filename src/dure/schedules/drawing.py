@@ -19,6 +19,20 @@ def draw_text(simulation: Simulation) -> str:
     """Return a line for each rank: its actions where they start, and dots where it idles.
 
     An action is written as `F0`, or with its stage, `2F0`, where a rank has several.
+
+    Args:
+        simulation: The result of `simulate`.
+
+    Returns:
+        The lines.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        simulation = schedules.simulate(schedules.gpipe((0, 1), microbatches=2))
+        assert len(schedules.draw_text(simulation).splitlines()) >= 2  # one per rank
+        ```
     """
     schedule = simulation.schedule
     several = schedule.stages > len(schedule.ranks)
@@ -67,6 +81,17 @@ def draw_svg(simulation: Simulation) -> str:
 
     Colours say the kind, and darker ones the later stages of a rank. The two parts of an
     OVERLAP_F_B stand one above the other. Boxes say what they are when pointed at.
+
+    Args:
+        simulation: The result of `simulate`.
+
+    Returns:
+        The picture, as SVG.
+
+    Example:
+        ```python
+        assert schedules.draw_svg(simulation).startswith("<svg")
+        ```
     """
     schedule, step = simulation.schedule, simulation.step_time
     times = [s.end - s.start for spans in simulation.spans for s in spans if s.end > s.start]

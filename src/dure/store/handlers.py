@@ -29,6 +29,16 @@ def register_rendezvous_handler(scheme: str, handler: Callable[..., Found]) -> N
 
     Raises:
         UsageError: The scheme has a handler.
+
+    Example:
+        ```python
+        def through_a_file(url, timeout=None, **options):
+            yield dist.FileStore(f"rendezvous{dist.get_rank()}", 1), 0, 1
+
+        dist.register_rendezvous_handler("memo", through_a_file)
+        store, rank, world_size = next(dist.rendezvous("memo://here"))
+        assert (rank, world_size) == (0, 1)
+        ```
     """
     if scheme in _OWN or scheme in _handlers:
         raise UsageError("the scheme has a rendezvous handler already", seen=f"{scheme}://")
@@ -45,9 +55,20 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
         world_size: How many ranks there are; -1 likewise.
         kwargs: `timeout` (a timedelta); all of them go to a registered handler.
 
+    Yields:
+        The store, this rank, and the world size.
+
     Raises:
         RendezvousError: The URL is malformed, a number is missing, or it is iterated further.
         StoreError: The store cannot be opened.
+
+    Example:
+        ```python
+        path = Path(f"store{dist.get_rank()}").absolute()
+        store, rank, world_size = next(dist.rendezvous(f"file://{path}", rank=0, world_size=1))
+        store.set("ready", "yes")
+        assert store.get("ready") == b"yes"
+        ```
     """
     found = found_by_handler(url, rank, world_size, **kwargs)
     return _opened(url, rank, world_size, **kwargs) if found is None else found

@@ -104,6 +104,15 @@ def remove_hook(hook: Hook) -> None:
 
     Args:
         hook: The handle that `add_hook` returned; a hook that was removed before is ignored.
+
+    Example:
+        ```python
+        ops = []
+        hook = trace.add_hook(after=lambda event: ops.append(event.op))
+        trace.remove_hook(hook)
+        dist.barrier()
+        assert ops == []
+        ```
     """
     with _lock:
         if hook in hooks:
@@ -121,6 +130,13 @@ def begin(event: Event) -> Event:
 
     Raises:
         Exception: A `before` hook raised.
+
+    Example:
+        ```python
+        event = trace.Event(group="mine", op="load", rank=0, world_size=1)
+        event = trace.begin(event)
+        assert event.start_ns > 0
+        ```
     """
     event = replace(event, start_ns=time.monotonic_ns())
     for hook in tuple(hooks):
@@ -138,6 +154,11 @@ def end(event: Event, error: BaseException | None = None) -> Event:
 
     Returns:
         The event with its end.
+
+    Example:
+        ```python
+        assert trace.end(event).state is trace.State.SUCCEEDED
+        ```
     """
     event = replace(
         event,

@@ -29,6 +29,9 @@ FIRST = {
     "all_reduce": "reference/collectives.html",
     "environment variable": "reference/environment.html",
     "torchrun": "migration.html",
+    "dure run": "launch.html",
+    "trainer": "clients.html",
+    "accelerate": "clients.html",
     "교착": "ko/debugging.html",
 }
 

@@ -57,6 +57,15 @@ def replicate(
 
     Collective:
         All ranks of the group.
+
+    Example:
+        ```python
+        from dure._composable import replicate
+
+        model = replicate(torch.nn.Linear(2, 1))
+        model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert model.weight.grad.tolist() == [[1.5, 1.5]]  # of 1 and 2
+        ```
     """
     check_plain([module], "replicate")
     if kwargs.get("mixed_precision") is not None:

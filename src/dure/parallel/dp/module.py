@@ -96,6 +96,16 @@ def data_parallel(
 
     Returns:
         The module's output for the complete batch, on `output_device`.
+
+    Raises:
+        UsageError: As `DataParallel`.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(2, 1)
+        x = torch.ones(4, 2)
+        assert torch.equal(dist.data_parallel(model, x), model(x))  # without GPUs: on the CPU alone
+        ```
     """
     given = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     devices = chosen_devices(module, device_ids)

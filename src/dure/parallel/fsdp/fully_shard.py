@@ -296,6 +296,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Raises:
         UsageError: There is no such method.
+
+    Example:
+        ```python
+        class Doubling(torch.nn.Linear):
+            def doubled(self, x):
+                return 2 * self(x)
+
+        model = fsdp.fully_shard(Doubling(4, 4))
+        fsdp.register_fsdp_forward_method(model, "doubled")
+        assert model.doubled(torch.ones(1, 4)).shape == (1, 4)
+        ```
     """
     state = state_of(module)
     if state is None:

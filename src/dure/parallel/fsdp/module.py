@@ -405,6 +405,18 @@ def join_step(module: nn.Module) -> None:
 
     Collective:
         As a step.
+
+    Example:
+        ```python
+        model = fsdp.fully_shard(torch.nn.Linear(4, 1))
+        model(torch.ones(1, 4)).sum().backward()  # a step with a batch on all ranks
+        model.zero_grad()
+        if dist.get_rank() == 0:
+            model(torch.ones(1, 4)).sum().backward()
+        else:
+            fsdp.join_step(model)  # this rank has no more batches
+        assert model.weight.grad.full_tensor().tolist() == [[0.5] * 4]  # half of rank 0's
+        ```
     """
     state = state_of(module)
     if state is None or (state.tree is not None and state.tree.root is not state):
@@ -424,6 +436,13 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
     Raises:
         UsageError: One is not.
+
+    Example:
+        ```python
+        first, second = (fsdp.fully_shard(torch.nn.Linear(4, 4)) for _ in range(2))
+        fsdp.share_comm_ctx([first, second])
+        assert second(first(torch.ones(1, 4))).shape == (1, 4)
+        ```
     """
     _states_of(modules)
 

@@ -58,6 +58,14 @@ def offload(
 
     Cost:
         Writing the bytes once; tensors of less than 64 KiB stay.
+
+    Example:
+        ```python
+        model = fsdp.fully_shard(torch.nn.Linear(256, 256))
+        before = model.weight.full_tensor()
+        num_bytes = fsdp.offload(model, folder=".")
+        assert num_bytes > 0
+        ```
     """
     states = states_in(model, "offload")
     if _KEPT in model.__dict__:
@@ -94,6 +102,12 @@ def onload(model: nn.Module) -> None:
 
     Cost:
         Reading the bytes once.
+
+    Example:
+        ```python
+        fsdp.onload(model)
+        assert torch.equal(model.weight.full_tensor(), before)
+        ```
     """
     kept: Offloaded | None = model.__dict__.pop(_KEPT, None)
     if kept is None:

@@ -97,6 +97,18 @@ def hook_with_zero_step(
     Raises:
         OptimizerError: `zero` was made without overlap, or on another group; from backward: a
             parameter of `zero` is in no bucket.
+
+    Example:
+        ```python
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        zero = dist.optim.ZeroRedundancyOptimizer(
+            ddp.parameters(), torch.optim.SGD, lr=1.0, overlap_with_ddp=True
+        )
+        ddp.register_comm_hook(None, dist.hook_with_zero_step(dist.allreduce_hook, ddp, zero))
+        before = ddp.module.weight.detach().clone()
+        ddp(torch.ones(1, 2)).sum().backward()  # steps as well
+        assert torch.allclose(ddp.module.weight, before - 1.0)
+        ```
     """
     del shard_buckets
     stepper = _Stepper(hook, ddp, zero)
@@ -125,6 +137,19 @@ def hook_with_zero_step_interleaved(
 
     Raises:
         OptimizerError: As `hook_with_zero_step`.
+
+    Example:
+        ```python
+        ddp = dist.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        zero = dist.optim.ZeroRedundancyOptimizer(
+            ddp.parameters(), torch.optim.SGD, lr=1.0, overlap_with_ddp=True
+        )
+        hook = dist.hook_with_zero_step_interleaved(dist.allreduce_hook, ddp, zero)
+        ddp.register_comm_hook(None, hook)
+        before = ddp.module.weight.detach().clone()
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert torch.allclose(ddp.module.weight, before - 1.0)
+        ```
     """
     del shard_buckets
     stepper = _Stepper(hook, ddp, zero)

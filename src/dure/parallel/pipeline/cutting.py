@@ -68,6 +68,13 @@ def cut_by_cost(costs: Sequence[float], n_stages: int) -> list[range]:
 
     Cost:
         O(layers^2 n_stages) steps.
+
+    Example:
+        ```python
+        from dure import pipelining
+
+        assert pipelining.cut_by_cost([3, 1, 1, 1], 2) == [range(0, 1), range(1, 4)]
+        ```
     """
     n = len(costs)
     if not 1 <= n_stages <= n:
@@ -126,8 +133,17 @@ def measured_costs(layers: Sequence[nn.Module], *sample: Any, repeat: int = 3) -
         *sample: Arguments of the first layer. They are not changed: gradients are dropped.
         repeat: How often each is run.
 
+    Returns:
+        Seconds, one number per layer.
+
     Cost:
         `repeat` forwards and backwards of all layers, on this rank alone.
+
+    Example:
+        ```python
+        layers = [torch.nn.Linear(4, 4), torch.nn.ReLU()]
+        assert len(pipelining.measured_costs(layers, torch.ones(2, 4))) == 2
+        ```
     """
     found: list[float] = []
     given: tuple[Any, ...] = sample
@@ -187,6 +203,13 @@ def cut_into_stages(
 
     Raises:
         UsageError: Fewer layers than stages; costs that do not fit; both `sample` and `costs`.
+
+    Example:
+        ```python
+        layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        cut = pipelining.cut_into_stages(layers, 2)
+        assert len(cut.stages) == 2
+        ```
     """
     named = _named(layers)
     modules = list(named.values())

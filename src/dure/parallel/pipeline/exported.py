@@ -43,7 +43,26 @@ has_side_effect(_MARK)
 
 
 def pipe_split() -> None:
-    """Mark, in a model's forward, where a stage ends and the next begins."""
+    """Mark, in a model's forward, where a stage ends and the next begins.
+
+    Example:
+        ```python
+        from dure import pipelining
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+            def forward(self, x):
+                x = self.first(x)
+                pipelining.pipe_split()
+                return self.second(x)
+
+        pipe = pipelining.pipeline(Model(), (torch.ones(1, 4),))
+        assert pipe.num_stages == 2
+        ```
+    """
     torch.ops.dure.pipe_split()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -171,6 +190,18 @@ def build_stage(
         pipe_info: `Pipe.info()`.
         device: Where it computes; parameters that have values are moved there.
         group: The ranks of the pipeline.
+
+    Returns:
+        The stage.
+
+    Example:
+        ```python
+        rank = dist.get_rank()
+        stage = pipelining.build_stage(
+            pipe.get_stage_module(rank), rank, pipe.info(), torch.device("cpu")
+        )
+        assert (stage.is_first, stage.is_last) == (rank == 0, rank == 1)
+        ```
     """
     if not any(p.is_meta for p in stage_module.parameters()):
         stage_module.to(device)
@@ -206,6 +237,13 @@ def pipeline(
     Raises:
         ModuleError: Both ways to cut were given, a path leads to no module, or a stage would have
             nothing to do.
+
+    Example:
+        ```python
+        layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        at = {"1": pipelining.SplitPoint.BEGINNING}
+        assert pipelining.pipeline(layers, (torch.ones(1, 4),), split_spec=at).num_stages == 2
+        ```
     """
     if split_spec is not None and split_policy is not None:
         raise ModuleError(

@@ -150,6 +150,16 @@ def split_args_kwargs_into_chunks(
     Raises:
         ShapeError: A tensor has fewer than `chunks` along its dimension.
         UsageError: The specs do not fit the arguments.
+
+    Example:
+        ```python
+        from dure.pipelining import microbatch
+
+        x = torch.arange(4.0)
+        args, kwargs = microbatch.split_args_kwargs_into_chunks((x,), {"scale": 2}, 2)
+        assert [chunk[0].tolist() for chunk in args] == [[0.0, 1.0], [2.0, 3.0]]
+        assert kwargs == [{"scale": 2}, {"scale": 2}]
+        ```
     """
     split_args = _split_tree(tuple(args), chunks, args_chunk_spec)
     return split_args, _split_tree(dict(kwargs or {}), chunks, kwargs_chunk_spec)
@@ -189,6 +199,11 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
 
     Raises:
         UsageError: The chunks differ in structure, or in what is not joined.
+
+    Example:
+        ```python
+        assert torch.equal(microbatch.merge_chunks([args[0][0], args[1][0]], None), x)
+        ```
     """
     rows = [tree_flatten(chunk) for chunk in chunks]
     first, tree = rows[0]

@@ -719,8 +719,22 @@ _CLASSES = {
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     """Return the class of a schedule by torch's name, or that in `dure.schedules`, in any case.
 
+    Args:
+        schedule_name: The name, such as "1F1B" or "zb-v".
+
+    Returns:
+        The class.
+
     Raises:
         UsageError: There is none (a ValueError).
+
+    Example:
+        ```python
+        from dure import pipelining
+        from dure.pipelining.schedules import get_schedule_class
+
+        assert get_schedule_class("1f1b") is pipelining.Schedule1F1B
+        ```
     """
     base = _BASES.get(schedule_name.lower())
     return base or _CLASSES[find_generator(schedule_name).name]
