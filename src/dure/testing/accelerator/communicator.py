@@ -213,7 +213,7 @@ class Communicator:
             raise self.error
 
     def abort(self) -> None:
-        """Leave; what was launched and has not ended fails."""
+        """Leave; operations that have not ended fail."""
         self._is_raised = True
         self.fail(Aborted("the group was aborted while the operation was pending", **self.where()))
         self._leave()

@@ -39,8 +39,8 @@ class Part(msgspec.Struct, frozen=True):
         kind: "collective", "send" or "recv".
         peer: The other rank of a message; -1 for a collective.
         number: Among the rank's collectives, or its messages of this kind with `peer`.
-        text: What it is, for errors.
-        form: What must be equal in counterparts: operation, dtype, length.
+        text: The operation in words, for errors.
+        form: Must be equal in counterparts: operation, dtype, length.
         values: The bytes that it sends.
     """
 

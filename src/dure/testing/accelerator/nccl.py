@@ -289,7 +289,7 @@ class SimulatedNCCL:
                 stack.callback(communicator.close)
 
     def abort(self) -> None:
-        """Leave; what was launched and has not ended fails."""
+        """Leave; operations that have not ended fail."""
         for communicator in self._communicators.values():
             communicator.abort()
 
