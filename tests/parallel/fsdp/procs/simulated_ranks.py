@@ -21,10 +21,10 @@ SEEDS = (None, 1)
 Step = Callable[[Any, int, int, int], torch.Tensor]
 
 
-def run(names: list[str]) -> dict[str, str]:
-    """Run the cases below; return this rank's errors."""
+def run(names: list[str], backend: str) -> dict[str, str]:
+    """Run the cases below over a backend; return this rank's errors."""
     accelerator.install()
-    dist.init_process_group("cpu:shm,sim:shm")
+    dist.init_process_group(f"cpu:shm,sim:{backend}")
     errors: dict[str, str] = {}
     for name in names:
         try:

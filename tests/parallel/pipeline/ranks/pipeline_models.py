@@ -75,6 +75,7 @@ class Pipeline:
         wrap: Callable[[nn.Module], nn.Module] = lambda part: part,
         group: Any = None,
         tied: dict[int, dict[str, str]] | None = None,
+        device: torch.device = CPU,
         **kwargs: Any,
     ) -> None:
         kind, each = SCHEDULES[name]
@@ -83,7 +84,7 @@ class Pipeline:
         self.parts = {i: wrap(part) for i, part in self.parts.items()}
         self.stages = [
             pp.PipelineStage(
-                self.parts[i], i, len(parts), CPU, group=group, tied=(tied or {}).get(i)
+                self.parts[i], i, len(parts), device, group=group, tied=(tied or {}).get(i)
             )
             for i in mine
         ]
