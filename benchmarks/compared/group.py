@@ -44,9 +44,9 @@ _MPI_VARIABLES = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "NUMPY_MADVISE_HUGEPAGE": "0",
 }
-"""By default Open MPI refuses root and more ranks than cores, and binds each rank to one. From 4 MiB
-on numpy asks for huge pages, which the kernel copies faster, and torch does not: then its memory
-would be compared and not the libraries."""
+"""By default Open MPI refuses root and more ranks than cores, and binds each rank to one. From
+4 MiB on, numpy asks for huge pages, which the kernel copies faster, and torch does not: then memory
+would be compared and not libraries."""
 
 
 class GroupFailed(LaunchError):
