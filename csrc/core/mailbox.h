@@ -170,6 +170,7 @@ class Mailbox {
     bool follow_all();
     void send_payload(int to, size_t place);
     void buffer_offers(int64_t now);
+    bool some_offer_fits(int to) const;
     bool retract(Posted& request);
     Offer& offer_at(int from, int to, int place) const {
         return group_.ring(from, to).offers[static_cast<size_t>(place)];

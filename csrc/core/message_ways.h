@@ -78,7 +78,11 @@ class ReceivedWays {
 
   private:
     static constexpr float kNever = std::numeric_limits<float>::infinity();
-    std::array<std::array<float, 2>, kMessageKinds> least_{};  // ns per byte, of this period
+    std::array<std::array<float, 2>, kMessageKinds> least_ = [] {
+        std::array<std::array<float, 2>, kMessageKinds> never;
+        for (auto& pair : never) pair.fill(kNever);
+        return never;
+    }();  // ns per byte, of this period
     uint32_t once_ = 0;
 };
 

@@ -184,6 +184,15 @@ void Mailbox::buffer_offers(int64_t now) {
     }
 }
 
+// Whether some message on offer to a rank will go through the ring if nobody takes it.
+bool Mailbox::some_offer_fits(int to) const {
+    const auto& given = ends_[static_cast<size_t>(to)].given;
+    return std::any_of(given.begin(), given.end(), [this](const PostedPtr& r) {
+        return r && !must_wait(r->data.bytes) &&
+               in_pieces(r->data.bytes).bytes <= group_.ring_bytes();
+    });
+}
+
 // Take back the offer of a request that has failed. False: it was copied to the end just now.
 bool Mailbox::retract(Posted& request) {
     Offer& o = offer_at(group_.rank(), request.peer, request.offer);

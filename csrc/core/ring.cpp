@@ -179,10 +179,16 @@ bool Mailbox::push(int to) {
         const PostedPtr& first = queue.front();
         Posted& r = *first;
         if (!r.begun && !r.payload && r.way.once) {
-            if (!offer(to, first)) break;
-            queue.pop_front();
-            moved = true;
-            continue;
+            if (offer(to, first)) {
+                queue.pop_front();
+                moved = true;
+                continue;
+            }
+            // All places are taken. If no message there can go through the ring instead, they are
+            // free only after their receives, which may come after that of this message, or of one
+            // behind it. So this one goes through the ring, and the receiver keeps it.
+            if (some_offer_fits(to) || must_wait(r.data.bytes) || !has_room(to, {1, 0})) break;
+            r.way = {};
         }
         if (!r.begun) {
             if (!has_room(to, {1, 0})) break;

@@ -110,6 +110,26 @@ TEST(more_offers_than_places_in_both_directions) {
     }
 }
 
+// Nine messages that no ring holds, and one behind them that is received first.
+TEST(a_message_behind_more_offers_than_places_is_received_first) {
+    between(2, kThreshold, [](Group& g, Mailbox& box) {
+        constexpr int kMessages = 9;
+        constexpr size_t kBytes = 1'000'000;
+        if (g.rank() == 0) {
+            std::vector<std::vector<uint8_t>> out;
+            for (int k = 0; k < kMessages; k++) out.push_back(pattern(kBytes, k));
+            std::vector<std::shared_ptr<Request>> sent;
+            for (auto& data : out) sent.push_back(box.start_send(block_of(data), DType::u8, 1, 1));
+            CHECK(send(box, {42}, 1, 2) == Status::ok);
+            for (const auto& request : sent) CHECK(wait_for(request) == Status::ok);
+        } else {
+            CHECK(receive(box, 1, 0, 2) == std::vector<uint8_t>{42});
+            for (int k = 0; k < kMessages; k++)
+                CHECK(receive(box, kBytes, 0, 1) == pattern(kBytes, k));
+        }
+    });
+}
+
 TEST(offers_are_matched_by_tag_and_from_any_source) {
     between(3, kThreshold, [](Group& g, Mailbox& box) {
         if (g.rank() == 0) {

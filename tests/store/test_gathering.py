@@ -288,6 +288,24 @@ def test_a_rank_that_ends_between_its_count_and_its_entry_is_the_one_that_is_mis
 
 
 @pytest.mark.usefixtures("hurried")
+def test_ranks_that_repeat_near_their_limit_name_only_the_one_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_WRITE_S", 1.0)
+    store = HashStore(TIMEOUT)
+    store.add("a/0/count", 1)  # rank 1, which ends before its entry
+    limit = timedelta(seconds=0.7)
+
+    def be(rank: int) -> tuple[int, ...]:
+        time.sleep(0.2 * rank)
+        with pytest.raises(RendezvousTimeout) as caught:
+            gather_all(among(store, rank, 4, once=True), b"", limit)
+        return caught.value.missing
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(be, (0, 2, 3))) == [(1,)] * 3
+
+
 def test_a_number_that_two_ranks_have_leaves_another_one_missing() -> None:
     """They do not wait for it until their limit: the count is complete twice."""
     store = HashStore(TIMEOUT)

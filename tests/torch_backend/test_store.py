@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed
 
-from dure.errors import StoreTimeout
+from dure.errors import StoreLost, StoreTimeout
 from dure.torch_backend.store import TorchStore
 
 td: Any = torch.distributed
@@ -53,6 +53,37 @@ def test_a_wait_of_no_time_ends(store: TorchStore):
     """Torch's own stores of a file and of one process wait without end."""
     with pytest.raises(StoreTimeout):
         store.wait(["gone"], timedelta(0))
+
+
+class _Broken:
+    """One of torch's stores whose server has ended."""
+
+    timeout = SOON
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: object) -> None:
+            raise torch.distributed.DistNetworkError("Broken pipe")
+
+        return fail
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda store: store.set("a", "1"),
+        lambda store: store.add("n", 1),
+        lambda store: store.append("a", "1"),
+        lambda store: store.compare_set("a", "1", "2"),
+        lambda store: store.check(["a"]),
+        lambda store: store.get("a"),
+        lambda store: store.multi_get(["a"]),
+        lambda store: store.delete_key("a"),
+    ],
+    ids=["set", "add", "append", "compare_set", "check", "get", "multi_get", "delete_key"],
+)
+def test_a_store_whose_server_has_ended_is_lost(ask: Any):
+    with pytest.raises(StoreLost):
+        ask(TorchStore(cast("Any", _Broken())))
 
 
 class _Calls:

@@ -219,7 +219,7 @@ class Catalog:
                 self._cuts[name] = TensorSlices(
                     self.kinds[name].shape, self.columns[name], self.files
                 )
-            except (ValueError, TypeError, OverflowError) as e:
+            except (ValueError, TypeError, OverflowError, LookupError) as e:
                 raise damaged(self.folder, f"of {name!r}, {e}") from None
         return self._cuts[name]
 

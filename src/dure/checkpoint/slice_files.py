@@ -63,7 +63,7 @@ __all__ = [
 _SUMS_BEGIN = 8 + len(b'{"__metadata__":{"crc32c":"')
 """Where the checksums begin in a file."""
 _SUM_BYTES = 8
-_SHORT_HEADER = 1 << 16
+_SHORT_HEADER = 1 << 20
 """A header up to this length is always compared; a longer one, if as many bytes of slices are read.
 
 A rank's header describes all its slices. Loads of one slice of each of many ranks would read them

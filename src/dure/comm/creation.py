@@ -190,6 +190,7 @@ class _GroupCreation:
         members: MemberTable | None,
         eager_bytes: int | None,
         alone: bool,
+        may_repeat: bool = False,
     ) -> None:
         self.alone = alone  # the other ranks do not exist
         self.spec, self.rank = spec, spec.global_ranks.index(my_global_rank)
@@ -209,7 +210,7 @@ class _GroupCreation:
             self.rank,
             size,
             _summarize,
-            once=members is not None and not spec.local,
+            once=members is not None and not spec.local and not may_repeat,
             group=spec.name,
         )
 
@@ -292,7 +293,7 @@ class _GroupCreation:
         else:
             self.gathering.give_up(error)
 
-    def error(self, limit: timedelta) -> DureError:
+    def error(self, elapsed_s: float) -> DureError:
         """Return the error for a gathering that has failed."""
         verdict, global_ranks = self.gathering.verdict, self.spec.global_ranks
         assert verdict is not None
@@ -308,7 +309,7 @@ class _GroupCreation:
         late = "; this rank came when the others had given up" * (self.rank in verdict.missing)
         return RendezvousTimeout(
             "not all members called to create the group",
-            elapsed_s=limit.total_seconds(),
+            elapsed_s=elapsed_s,
             came=tuple(sorted(set(range(len(global_ranks))).difference(verdict.missing))),
             missing=verdict.missing,
             seen=f"missing are global ranks {[global_ranks[r] for r in verdict.missing]}{late}",
@@ -369,7 +370,9 @@ class _GroupCreation:
         """Build the backends again, for a second channel; all members call."""
         spec = replace(self.spec, name=name)
         me = spec.global_ranks[self.rank]
-        twin = _GroupCreation(spec, me, self._store, self._members, self._eager_bytes, self.alone)
+        twin = _GroupCreation(
+            spec, me, self._store, self._members, self._eager_bytes, self.alone, may_repeat=True
+        )  # the name of a channel is the same at each attempt
         try:
             twin.open()
             _exchange([twin])
@@ -399,10 +402,12 @@ def _withdraw(creations: Sequence[_GroupCreation], error: BaseException) -> None
         of_group = {c.spec.name: c.spec.global_ranks for c in creations}
         if error.group in of_group:
             lost = of_group[error.group][error.peer]
-    for creation in creations:
-        creation.give_up(error, lost)
-    for creation in creations:
-        creation.withdraw()
+    try:
+        for creation in creations:
+            creation.give_up(error, lost)
+    finally:
+        for creation in creations:
+            creation.withdraw()
 
 
 def _exchange(creations: Sequence[_GroupCreation]) -> None:
@@ -413,10 +418,10 @@ def _exchange(creations: Sequence[_GroupCreation]) -> None:
     site, limit = call_site(), max(c.spec.creation_limit for c in creations)
     for creation in creations:
         creation.gathering.entry = creation.entry(site)
-    gatherings = [c.gathering for c in creations]
+    gatherings, began = [c.gathering for c in creations], time.monotonic()
     failed = wait_for_verdicts(gatherings, limit, lambda: min(c.watch() for c in creations))
     if failed is not None:
-        raise creations[gatherings.index(failed)].error(limit)
+        raise creations[gatherings.index(failed)].error(time.monotonic() - began)
 
 
 class ChecksMembers(Protocol):

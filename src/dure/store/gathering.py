@@ -197,6 +197,8 @@ class Gathering:
     def _publish_missing(self) -> None:
         ranks = {self.entry_key(rank): rank for rank in range(self.size)}
         missing = self.store.missing_keys(list(ranks))
+        if not missing and self._summarize is not None:  # the last one has come just now
+            return self.publish(Verdict(self._summarize(self.store.multi_get(list(ranks)))))
         self.publish(Verdict(missing=tuple(ranks[key] for key in missing)))
 
     def publish(self, verdict: Verdict) -> None:
@@ -213,7 +215,7 @@ class Gathering:
         self.number += 1
         if self.count():
             self.store.set(self.entry_key(self.rank), self.entry)
-        self.begin_to_wait(self._deadline)
+        self.begin_to_wait(max(self._deadline, time.monotonic() + _WRITE_S))
 
     def _close(self) -> bool:
         """Close the gathering; return False if all have come or another rank has closed it."""

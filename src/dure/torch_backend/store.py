@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import DistNetworkError
 
 from dure.errors import StoreLost, StoreTimeout
 from dure.store.arguments import duration_of, keys_of
@@ -18,6 +20,15 @@ __all__ = ["TorchStore"]
 
 _SHORTEST = timedelta(milliseconds=1)
 """Torch's stores of a file and of one process wait without end if the limit is 0."""
+
+
+@contextmanager
+def _lost_if_it_breaks() -> Iterator[None]:
+    """Raise `StoreLost` in place of torch's error for a connection that breaks."""
+    try:
+        yield
+    except DistNetworkError as error:
+        raise StoreLost("the connection to torch's store broke", seen=str(error)) from error
 
 
 class TorchStore(Store):
@@ -42,7 +53,8 @@ class TorchStore(Store):
         return self._store
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, value)  # pyright: ignore[reportArgumentType]
+        with _lost_if_it_breaks():
+            self._store.set(key, value)  # pyright: ignore[reportArgumentType]
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -74,16 +86,20 @@ class TorchStore(Store):
         )
 
     def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
+        with _lost_if_it_breaks():
+            return self._store.add(key, amount)
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._store.append(key, value)  # pyright: ignore[reportAttributeAccessIssue]
+        with _lost_if_it_breaks():
+            self._store.append(key, value)  # pyright: ignore[reportAttributeAccessIssue]
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._store.compare_set(key, expected, desired)  # pyright: ignore[reportArgumentType]
+        with _lost_if_it_breaks():
+            return self._store.compare_set(key, expected, desired)  # pyright: ignore[reportArgumentType]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(list(keys_of(keys, "check")))
+        with _lost_if_it_breaks():
+            return self._store.check(list(keys_of(keys, "check")))
 
     def missing_keys(self, keys: Sequence[str]) -> tuple[str, ...]:
         names = keys_of(keys, "missing_keys")
@@ -98,10 +114,12 @@ class TorchStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         names = list(keys_of(keys, "multi_get"))
         self.wait(names)
-        return self._store.multi_get(names)
+        with _lost_if_it_breaks():
+            return self._store.multi_get(names)
 
     def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
+        with _lost_if_it_breaks():
+            return self._store.delete_key(key)
 
     def num_keys(self) -> int:
         return self._store.num_keys()

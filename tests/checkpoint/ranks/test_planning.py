@@ -164,6 +164,7 @@ def test_load_reads_of_the_descriptions_of_256_ranks_only_those_that_it_needs(
     tmp_path, monkeypatch
 ):
     """256 ranks have a row of 3 numbers of each of 1,000 tensors: 256,000 slices in 256 files."""
+    monkeypatch.setattr(dure.checkpoint.slice_files, "_SHORT_HEADER", 1 << 16)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         _counted_save(tmp_path, 256, 1000)

@@ -64,3 +64,15 @@ def test_damaged_files_are_refused(tmp_path, damage, file):
     DAMAGES[damage](tmp_path / file)
     with pytest.raises(CheckpointException, match=str(tmp_path)):
         load({"w": torch.zeros(4, 2)}, checkpoint_id=tmp_path)
+
+
+def test_a_part_of_another_checkpoint_is_refused_by_a_load_of_one_tensor(tmp_path):
+    """The checksums of its slices are its own; only its header differs."""
+    for folder, value in (("old", 1.0), ("new", 2.0)):
+        state = {f"w{n}": torch.full((3,), value) for n in range(1000)}
+        save(state, checkpoint_id=tmp_path / folder, no_dist=True)
+    part = "part-000001-00000.safetensors"
+    (tmp_path / "new" / part).write_bytes((tmp_path / "old" / part).read_bytes())
+    with pytest.raises(CheckpointException) as caught:
+        load({"w7": torch.zeros(3)}, checkpoint_id=tmp_path / "new", no_dist=True)
+    assert "another header" in str(caught.value)

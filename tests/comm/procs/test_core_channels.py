@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
 
 import dure as dist
 from dure.comm.world import current_world
-from dure.errors import Desync
+from dure.errors import Desync, RendezvousTimeout
 
 pytestmark = pytest.mark.needs("engine")
 
@@ -45,3 +46,24 @@ def test_orders_that_differ_between_ranks_name_the_threads_2_ranks(process_pool)
         assert group is not None and group.endswith("[1]")
         assert calls[0].endswith("thread the loader")
         assert "thread" not in calls[1]
+
+
+def _made_at_the_second_attempt(rank: int) -> float:
+    """Let rank 1 come when rank 0 has given up the first attempt at a second channel."""
+    group = dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=1))
+    assert isinstance(group, dist.ProcessGroup)
+    store = _group().get_group_store()
+    if rank == 0:
+        with pytest.raises(RendezvousTimeout) as caught:
+            group.channel(1)
+        assert caught.value.missing == (1,)
+        store.set("given up", "")
+    else:
+        store.wait(["given up"])
+    x = torch.ones(1)
+    group.channel(1).all_reduce(x)
+    return x.item()
+
+
+def test_a_second_channel_can_be_made_after_a_failed_attempt_2_ranks(process_pool):
+    assert process_pool(2, "shm").run(_made_at_the_second_attempt) == [2.0, 2.0]
