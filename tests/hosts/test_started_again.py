@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,11 +61,19 @@ def begin_with_too_few(slot: Slot, variables: dict[str, str]) -> object:
     return reduce(slot, variables, 1, None, timeout_s=2.0)
 
 
-def num_connected(host: Host) -> int:
-    """Return how many connections to the store of this host there are."""
-    lines = Path(f"/proc/{host.inner_pid}/net/tcp").read_text().splitlines()[1:]
-    ports = [fields[1].partition(":")[2] for fields in map(str.split, lines) if fields[3] == "01"]
-    return ports.count(f"{PORT:04X}")
+def wait_for_a_rank(slot: Slot, variables: dict[str, str]) -> object:
+    """Reduce without end; leave a file when this rank has come and waits for the others.
+
+    Before, it has a connection and no answer, and cannot tell one store from the next.
+    """
+    real = rendezvous._await_outcome
+
+    def await_outcome(*args: Any, **options: Any) -> Any:
+        Path(f"{slot.path}-waits-{slot.rank}").touch()
+        return real(*args, **options)
+
+    rendezvous._await_outcome = await_outcome
+    return reduce(slot, variables, 1, None)
 
 
 @contextmanager
@@ -81,13 +90,14 @@ def two_jobs(folder: Path) -> Iterator[tuple[list[Host], dict[str, str], Ranks, 
 @pytest.mark.parametrize("num_started", [COUNT, COUNT - 1], ids=["trains", "waits for a rank"])
 def test_ranks_left_of_a_job_do_not_join_the_next_one(num_started: int, tmp_path: Path):
     with two_jobs(tmp_path) as (made, variables, old, new):
-        old.start(reduce, variables, 1, None, size=num_started)
         if num_started == COUNT:
-            until(
-                lambda: len(list((tmp_path / "old").glob("call1-*"))) == COUNT, "ranks that reduce"
-            )
+            old.start(reduce, variables, 1, None, size=COUNT)
         else:
-            until(lambda: num_connected(made[0]) >= num_started, "ranks that wait")
+            old.start(wait_for_a_rank, variables, size=num_started)
+        until(
+            lambda: len(list((tmp_path / "old").glob("call1-*"))) == num_started,
+            "ranks that reduce, or wait",
+        )
         os.kill(old.pids[0], signal.SIGKILL)
         until(lambda: not made[0].listens(PORT), "the end of rank 0")
         new.start(reduce, variables, 100, 5)

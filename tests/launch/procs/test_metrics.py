@@ -25,7 +25,7 @@ PROGRAM = """
         open("entering", "w").close()
     else:
         wait_for("entering")
-        time.sleep(0.02)  # a time to see; no more than that depends on it
+        time.sleep(2)  # rank 0 is waiting by then, also on a busy machine
     dure.all_gather_object([None, None], rank)
     wait_for("seen")
     dure.destroy_process_group()
