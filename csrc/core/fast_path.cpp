@@ -27,7 +27,7 @@ constexpr size_t kMostAhead = 64 * 1024;
 
 }  // namespace
 
-// Send what fits into the ring as a whole. False: the slow path; `way` is set if it was asked for.
+// Send a message that the ring has room for. False: the slow path; `way` is set if it was chosen.
 bool Mailbox::send_at_once(Block data, DType dtype, int to, int tag,
                            std::optional<MessageWay>& way) {
     const auto hold = locked();

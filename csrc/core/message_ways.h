@@ -1,16 +1,16 @@
 // Which messages go through the ring, and which are copied once: learnt from the messages.
 //
-// Note "Learnt ways". No threshold tells which way is the quicker one. On one processor the ring
-// is quicker up to 64 KiB and from 1 MiB on, a single copy between; and it depends on who wrote
-// the data last, on whether they lie in a symmetric heap, and on when the receiver comes. So with
-// its first messages of a kind (a length, and heap or not) to a receiver a sender tries both ways
-// in turn, and again after every thousand. The receiver knows what a message took: from when its
-// sender began, or its receive was posted, whichever was later, until it was there. It keeps the
-// shortest time of each way, and shows the sender in the ring (`Ring::once`) which is the quicker
-// one. A message that was offered, and went through the ring because nobody took it, counts for
-// neither.
+// Note "Learnt ways". A threshold cannot decide which way is quicker. On one processor the ring is
+// quicker up to 64 KiB and from 1 MiB on, and a single copy is quicker between. It also depends on
+// which core wrote the data last, on whether they are in a symmetric heap, and on when the receive
+// is posted. So a sender tries both ways in turn with its first eight messages of a kind (a length,
+// and heap or not) to a receiver, and again after every 1,024. The receiver measures each of them:
+// from the later of the moments when the send began and when the receive was posted, until the data
+// have arrived. It keeps the shortest time of each way, and sets a bit in the ring (`Ring::once`)
+// if a single copy is quicker. An offer that no receive took in time, and that went through the
+// ring, is not counted.
 //
-// Cost: 8 of 1,024 messages of a kind go the slower way.
+// Cost: 4 of 1,024 messages of a kind go the slower way.
 #pragma once
 
 #include <algorithm>

@@ -88,8 +88,8 @@ TEST(messages_of_all_kinds_arrive_while_both_ways_are_tried) {
     });
 }
 
-// The receiver comes long after each message, so none is copied once. Those that are sent through
-// the ring lie behind many others there: were the offers counted, they would be the quicker ones.
+// Receives are posted long after each message, so none is copied once. Each message that is sent
+// through the ring follows 500 others, so if offers were counted, they would be the quicker way.
 TEST(a_message_that_nobody_took_in_time_counts_for_neither_way) {
     single_copies = kMeasureCopies;
     on_processes(2, [](Group& g) {

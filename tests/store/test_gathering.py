@@ -287,7 +287,6 @@ def test_a_rank_that_ends_between_its_count_and_its_entry_is_the_one_that_is_mis
             assert caught.value.missing == (1,)
 
 
-@pytest.mark.usefixtures("hurried")
 def test_ranks_that_repeat_near_their_limit_name_only_the_one_that_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -306,6 +305,7 @@ def test_ranks_that_repeat_near_their_limit_name_only_the_one_that_has_ended(
         assert list(pool.map(be, (0, 2, 3))) == [(1,)] * 3
 
 
+@pytest.mark.usefixtures("hurried")
 def test_a_number_that_two_ranks_have_leaves_another_one_missing() -> None:
     """They do not wait for it until their limit: the count is complete twice."""
     store = HashStore(TIMEOUT)

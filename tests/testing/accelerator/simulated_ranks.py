@@ -28,6 +28,19 @@ def chosen(request: pytest.FixtureRequest, cases: Sequence[str]) -> list[str]:
     return [case for case in cases if case in named]
 
 
+def errors_on_two_ranks(module: ModuleType) -> Any:
+    """Return a fixture: the errors of each of two ranks, by case, of the module's cases.
+
+    The module's `run` is called on each rank with the names of the cases.
+    """
+
+    @pytest.fixture(scope="module")
+    def errors(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+        return dist.spawn(module.run, 2, (chosen(request, cases_of(module)),))
+
+    return errors
+
+
 def run(module: ModuleType, names: Sequence[str]) -> dict[str, str]:
     """Run cases of a module, as ``case(rank, size)``; return this rank's errors."""
     errors: dict[str, str] = {}

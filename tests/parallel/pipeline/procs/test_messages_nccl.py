@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import dure as dist
 from tests.parallel.pipeline import nccl_ranks
-from tests.testing.accelerator.simulated_ranks import cases_of, chosen
+from tests.testing.accelerator.simulated_ranks import cases_of, errors_on_two_ranks
 
 CASES = cases_of(nccl_ranks)
-
-
-@pytest.fixture(scope="module")
-def errors(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """Run the cases on two ranks; return each rank's errors by case."""
-    return dist.spawn(nccl_ranks.run, 2, (chosen(request, CASES),))
+errors = errors_on_two_ranks(nccl_ranks)
 
 
 @pytest.mark.needs("engine")
