@@ -296,7 +296,6 @@ def test_ranks_that_repeat_near_their_limit_name_only_the_one_that_has_ended(
     limit = timedelta(seconds=0.7)
 
     def be(rank: int) -> tuple[int, ...]:
-        time.sleep(0.2 * rank)
         with pytest.raises(RendezvousTimeout) as caught:
             gather_all(among(store, rank, 4, once=True), b"", limit)
         return caught.value.missing
