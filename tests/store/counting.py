@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from dure.store import HashStore
 from dure.store.wire import Reply, StoreRequest, pack
 
@@ -15,9 +17,13 @@ class CountingStore(HashStore):
         super().__init__(TIMEOUT)
         self._shared = shared
         self.num_requests = self.num_bytes = 0
+        self.num_gets: Counter[str] = Counter()
+        """How often the value of each key was read."""
 
     def _answered(self, request: StoreRequest, patience_s: float) -> Reply | None:
         reply = self._shared._answered(request, patience_s)
         self.num_requests += 1
+        if request.op == "get":
+            self.num_gets.update(request.keys)
         self.num_bytes += len(pack(request)) + len(pack(reply))
         return reply
