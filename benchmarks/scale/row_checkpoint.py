@@ -71,7 +71,7 @@ def measure(ranks: int) -> dict[str, float]:
     written = {r: FileRecord(256 * n, 100 * n, r) for r, n in enumerate(counts)}
     tree = {f"layers.{n}.weight": tensor_node(f"layers.{n}.weight") for n in range(NUM_ROWS)}
     began = time.perf_counter()
-    text = sealed(Manifest(tree, 1, written, division.text))
+    text = sealed(Manifest(tree, 1, "0" * 32, written, division.text))
     written_s = time.perf_counter() - began
     rank = ranks - 1
     header, own_ms = planned(rank, ranks, division.positions[rank].tolist())

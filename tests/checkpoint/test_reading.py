@@ -100,8 +100,11 @@ def test_file_that_becomes_shorter_while_it_is_checked_is_damaged(tmp_path):
     mapped = Mapped(tmp_path, catalog_of(tmp_path))
     mapped.open_all()
     os.truncate(tmp_path / "part-000001-00000.safetensors", 4096)
-    with pytest.raises(CheckpointDamaged, match="became shorter"):
+    with pytest.raises(CheckpointDamaged, match="is truncated: 4096 bytes"):
         mapped.check(catalog_of(tmp_path).parts("w"))
+
+
+SAVE = "0123456789abcdef" * 2
 
 
 def _of_many_ranks(folder: Path, count: int) -> None:
@@ -112,11 +115,12 @@ def _of_many_ranks(folder: Path, count: int) -> None:
     for rank in range(count):
         part, name = Slice("w", Box((rank,), (1,))), f"part-000001-{rank:05d}.safetensors"
         layout = FileLayout.summed([part], kinds)
-        written[rank] = write_slices(folder / name, layout, {part: torch.tensor([float(rank)])})
+        memory = {part: torch.tensor([float(rank)])}
+        written[rank] = write_slices(folder / name, layout, memory, f"{SAVE}{rank:08d}")
     each, zeros, ones = [[0, 1, count]], [[0, 0, count]], [[1, 0, count]]
     slices = {"offsets": [each], "sizes": [ones], "files": each, "begins": zeros, "places": zeros}
     tensors = {"w": {"dtype": "F32", "shape": [count]} | slices}
-    publish(folder, Manifest({"w": tensor_node("w")}, 1, written, json.dumps(tensors)))
+    publish(folder, Manifest({"w": tensor_node("w")}, 1, SAVE, written, json.dumps(tensors)))
 
 
 @contextmanager
@@ -153,7 +157,8 @@ def _with_a_large_tensor(folder: Path) -> None:
     parts = {"large": Slice("large", Box((0,), (LARGE,))), "small": Slice("small", Box((0,), (4,)))}
     layout = FileLayout.summed(parts.values(), kinds)
     numbers = torch.arange(4.0).numpy().tobytes()
-    header = layout.with_sums(b"%08x%08x" % (crc32c(memoryview(numbers)), _CRC_OF_ZEROS))
+    sums = b"%08x%08x" % (crc32c(memoryview(numbers)), _CRC_OF_ZEROS)
+    header = layout.completed(f"{SAVE}00000000", sums)
     with (folder / "part-000001-00000.safetensors").open("wb") as file:
         file.truncate(layout.num_bytes)
         file.write(header)
@@ -173,7 +178,7 @@ def _with_a_large_tensor(folder: Path) -> None:
     }
     tree = {name: tensor_node(name) for name in kinds}
     record = FileRecord(layout.num_bytes, len(header), crc32c(header))
-    publish(folder, Manifest(tree, 1, {0: record}, json.dumps(tensors)))
+    publish(folder, Manifest(tree, 1, SAVE, {0: record}, json.dumps(tensors)))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ Formats of the manifest. All that were ever released can be read, and the newest
 
     {"sha256": "5f0c...", "format": "dure checkpoint", "version": 4, "needs": "dure>=0.2",
      "state": ...,
-     "files": {"save": 2, "ranks": [[0, 1, 256]], "bytes": [[4352, 0, 256]],
+     "files": {"save": 2, "id": "9d41...", "ranks": [[0, 1, 256]], "bytes": [[4352, 0, 256]],
                "headers": [[256, 0, 256]], "crc32c": "e0837cb1..."},
      "tensors": {"w": {"dtype": "F32", "shape": [1024, 256],
                        "offsets": [[[0, 4, 256]], [[0, 0, 256]]],
@@ -24,10 +24,10 @@ Formats of the manifest. All that were ever released can be read, and the newest
 
 Each column has one number per slice, or per file, as runs (`runs`): offsets and sizes by dimension,
 numbers of files, where slices begin behind their file's header, and which of its checksums is
-theirs (`slice_files`). "crc32c" has eight digits per file: the CRC-32C of its header. So a manifest
-of format 4 grows with the number of tensors, and by 8 bytes per rank, as long as slices are cut
-regularly. Checksums and all else that grows with both are in the files, of which a load reads only
-those that it needs.
+theirs (`slice_files`). "id" are 16 random bytes of the save, which are in each of its files, too.
+"crc32c" has eight digits per file: the CRC-32C of its header. So a manifest of format 4 grows with
+the number of tensors, and by 8 bytes per rank, as long as slices are cut regularly. Checksums and
+all else that grows with both are in the files, of which a load reads only those that it needs.
 
 Format 1 was replaced before the first release. A later format begins with the same four fields, so
 that this release can find it undamaged, and names the releases that read it.
@@ -55,7 +55,7 @@ from dure.checkpoint.contents import Catalog, Columns, StoredFile, columns_of
 from dure.checkpoint.files import open_file, read_file, readable, too_new
 from dure.checkpoint.folder import Unflushed, check_link, flush, remove_hidden, replace_file
 from dure.checkpoint.runs import column_of, runs_of
-from dure.checkpoint.slice_files import FileLayout, FileRecord, Slice, TensorKind
+from dure.checkpoint.slice_files import FileLayout, FileRecord, Slice, TensorKind, file_id
 from dure.checkpoint.slices import Box
 from dure.checkpoint.tree import Named
 from dure.errors import (
@@ -103,6 +103,8 @@ class Manifest(NamedTuple):
     """As that of a `Catalog`."""
     number: int
     """Which save of the folder it is."""
+    id: str
+    """The save's identity, which its files have (`slice_files.new_save_id`)."""
     written: Mapping[int, FileRecord]
     """By rank, ascending: the file of each that has written one."""
     tensors: str
@@ -347,6 +349,7 @@ def sealed(manifest: Manifest) -> bytearray:
         "state": manifest.tree,
         "files": {
             "save": manifest.number,
+            "id": manifest.id,
             "ranks": ranks,
             "bytes": num_bytes,
             "headers": headers,
@@ -415,11 +418,13 @@ class _FileTable(Sequence[StoredFile]):
     """
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        self._save, self._sums = fields["save"], fields["crc32c"]
+        self._save, self._id, self._sums = (fields[name] for name in ("save", "id", "crc32c"))
         columns = [column_of(fields[name]) for name in ("ranks", "bytes", "headers")]
         self._ranks, self._num_bytes, self._headers = columns
         if type(self._save) is not int or self._save < 1:
             raise ValueError(f"its files are of save {self._save!r:.60}")
+        if not re.fullmatch(r"[0-9a-f]{32}", self._id):
+            raise ValueError(f"the identity of its save is {self._id!r:.60}")
         if not re.fullmatch(r"([0-9a-f]{8})*", self._sums):
             raise ValueError("the checksums of its files are not digits")
         if {*map(len, columns)} != {len(self._sums) // 8}:
@@ -437,9 +442,10 @@ class _FileTable(Sequence[StoredFile]):
             return [self[number] for number in range(*at.indices(len(self)))]
         if at not in range(len(self)):
             raise IndexError(at)
-        crc = int(self._sums[8 * at : 8 * at + 8], 16)
-        record = FileRecord(self._num_bytes[at], self._headers[at], crc)
-        return StoredFile(part_name(self._save, self._ranks[at]), record)
+        crc, rank = int(self._sums[8 * at : 8 * at + 8], 16), self._ranks[at]
+        own = file_id(self._id, rank)
+        record = FileRecord(self._num_bytes[at], self._headers[at], crc, own)
+        return StoredFile(part_name(self._save, rank), record)
 
 
 def _of_rows(

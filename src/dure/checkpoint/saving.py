@@ -67,7 +67,9 @@ from dure.checkpoint.slice_files import (
     FileRecord,
     Slice,
     TensorKind,
+    file_id,
     kind_of,
+    new_save_id,
     write_slices,
 )
 from dure.checkpoint.slices import pieces_of
@@ -314,8 +316,8 @@ class Saving:
             mine.append((taken, every))
             return first
 
-        def ask(firsts: list[_First]) -> list[tuple[_Wanted | None, Any, Any]]:
-            known, begun = known_to(ranks.group), firsts[0].begun
+        def ask(firsts: list[_First]) -> list[tuple[_Wanted | None, tuple[Any, str], Any]]:
+            known, begun = known_to(ranks.group), (firsts[0].begun, new_save_id())
             self._summaries, self._owns = [f.summary for f in firsts], [f.own for f in firsts]
             wanted = self._wanted(known)
             early = [mine[0][1], *(first.early for first in firsts[1:])]
@@ -324,7 +326,9 @@ class Saving:
             sent = [(e or _NOTHING).only(w) for e, w in zip(early, wanted, strict=True)]
             return [(None, begun, answer) for answer in self._divide(known, sent)]
 
-        wanted, self.begun, answer = ranks.decided(_NOT_SAVED, prepare, ask, apart=True)
+        wanted, (self.begun, self._id), answer = ranks.decided(
+            _NOT_SAVED, prepare, ask, apart=True
+        )
         """`begun`: what `before` returned on rank 0."""
         taken, every = mine[0]
         if wanted is not None:
@@ -469,7 +473,7 @@ class Saving:
             wrote = True
             try:
                 file = path / part_name(number, ranks.rank)
-                return write_slices(file, self._layout, self._memory)
+                return write_slices(file, self._layout, self._memory, file_id(self._id, ranks.rank))
             except (FileNotFoundError, FileExistsError) as e:
                 wrote = False
                 if ranks.rank == 0:
@@ -482,7 +486,7 @@ class Saving:
             publishing = True
             written.update({r: record for r, record in enumerate(records) if record is not None})
             assert self._division is not None
-            manifest = Manifest(self._tree, number, written, self._division.text)
+            manifest = Manifest(self._tree, number, self._id, written, self._division.text)
             return publish(path, manifest, folder.check)
 
         try:

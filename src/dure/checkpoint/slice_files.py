@@ -2,10 +2,18 @@
 
 A file is of the safetensors format. Which slices are in it decides its header, their order and so
 every offset (`FileLayout`). A slice that is a full tensor has the tensor's name there, another has
-its indices behind it: ``w[0:4, 2:8]``. The header's metadata are the CRC-32C of all slices, eight
-digits for each, at the front. So a slice is read and checked with its place in the file alone:
+its indices behind it: ``w[0:4, 2:8]``. The header's metadata are at the front: the file's identity,
+and the CRC-32C of all slices, eight digits for each. So a slice is read and checked with its place
+in the file alone:
 
-    {"__metadata__":{"crc32c":"5f0c71b20a9e43d1"},"w[0:4, 2:8]":{"dtype":"F32",...},...}
+    {"__metadata__":{"id":"9d41...00000003","crc32c":"5f0c71b20a9e43d1"},"w[0:4, 2:8]":{...},...}
+
+The identity is 16 random bytes of the save, in the manifest, too, and the rank that wrote the file.
+It is compared whenever the file is opened. A file of another save may have the same name, the same
+length, and checksums that are right for its own slices. The checksum of the header would show that,
+but needs all of the header: a rank that reads one slice of each of 10,000 files would read the
+descriptions of all slices. The identity costs 63 bytes of each. Every save writes all of its files,
+so no file is named by two manifests.
 
 Files of formats 2 and 3 have no metadata: their manifests have the checksums.
 
@@ -56,11 +64,17 @@ __all__ = [
     "SliceFile",
     "Stored",
     "TensorKind",
+    "file_id",
     "kind_of",
+    "new_save_id",
     "write_slices",
 ]
 
-_SUMS_BEGIN = 8 + len(b'{"__metadata__":{"crc32c":"')
+_FRONT = b'{"__metadata__":{"id":"'
+_ID_BYTES = 40
+_ID_BEGIN = 8 + len(_FRONT)
+_ID_END = _ID_BEGIN + _ID_BYTES
+_SUMS_BEGIN = _ID_END + len(b'","crc32c":"')
 """Where the checksums begin in a file."""
 _SUM_BYTES = 8
 _SHORT_HEADER = 1 << 20
@@ -126,6 +140,18 @@ class FileRecord(NamedTuple):
     num_bytes: int
     header_bytes: int
     header_crc32c: int
+    id: str = ""
+    """Its identity (`file_id`); "": it has none, or it is not known."""
+
+
+def new_save_id() -> str:
+    """Return the identity of a new save: 16 random bytes as digits. No generator is advanced."""
+    return os.urandom(16).hex()
+
+
+def file_id(save_id: str, rank: int) -> str:
+    """Return the identity of the file that a rank writes in a save."""
+    return f"{save_id}{rank:08d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +175,9 @@ class FileLayout:
 
     @classmethod
     def summed(cls, slices: Iterable[Slice], kinds: dict[str, TensorKind]) -> FileLayout:
-        """Lay slices out as `of`, with a place for the checksum of each (`with_sums`)."""
+        """Lay slices out as `of`, with places for identity and checksums (`completed`)."""
         parts = _in_order(slices, kinds)
-        metadata = {"crc32c": "0" * (_SUM_BYTES * len(parts))}
+        metadata = {"id": "0" * _ID_BYTES, "crc32c": "0" * (_SUM_BYTES * len(parts))}
         return cls._of(parts, kinds, metadata, is_old=False)
 
     @classmethod
@@ -179,14 +205,23 @@ class FileLayout:
         begins = {part: len(header) + at for part, at in begins.items()}
         return cls(header, begins, len(header) + end)
 
-    def with_sums(self, sums: bytes) -> bytes:
-        """Return the header with checksums, in the order of `begins`, as digits."""
-        return self.header[:_SUMS_BEGIN] + sums + self.header[_SUMS_BEGIN + len(sums) :]
+    def completed(self, identity: str, sums: bytes) -> bytes:
+        """Return the header of `summed` with an identity, and checksums in the order of `begins`.
 
-    def without_sums(self, header: bytes) -> bytes:
-        """Return a header with zeros in the place of its checksums."""
+        Args:
+            identity: Of the file (`file_id`).
+            sums: Eight digits for each slice.
+        """
+        return self._with(identity.encode(), sums)
+
+    def is_header(self, header: bytes) -> bool:
+        """Return whether a header is that of `summed`, with any identity and checksums."""
         end = _SUMS_BEGIN + _SUM_BYTES * len(self.begins)
-        return header[:_SUMS_BEGIN] + self.header[_SUMS_BEGIN:end] + header[end:]
+        return self._with(header[_ID_BEGIN:_ID_END], header[_SUMS_BEGIN:end]) == header
+
+    def _with(self, identity: bytes, sums: bytes) -> bytes:
+        header, end = self.header, _SUMS_BEGIN + len(sums)
+        return header[:_ID_BEGIN] + identity + header[_ID_END:_SUMS_BEGIN] + sums + header[end:]
 
     @property
     def record(self) -> FileRecord:
@@ -214,13 +249,16 @@ def _in_order(slices: Iterable[Slice], kinds: dict[str, TensorKind]) -> list[Sli
     return sorted(slices, key=lambda part: (-kinds[part.name].torch_dtype.itemsize, part))
 
 
-def write_slices(path: Path, layout: FileLayout, memory: dict[Slice, torch.Tensor]) -> FileRecord:
+def write_slices(
+    path: Path, layout: FileLayout, memory: dict[Slice, torch.Tensor], identity: str
+) -> FileRecord:
     """Write slices to a new file, through to the disk; return what a manifest has of it.
 
     Args:
         path: The file.
         layout: As `FileLayout.summed` returns it.
         memory: The slices.
+        identity: Of the file (`file_id`); a manifest has it once for all files.
 
     Raises:
         OSError: The disk is full, or the file cannot be written.
@@ -236,7 +274,7 @@ def write_slices(path: Path, layout: FileLayout, memory: dict[Slice, torch.Tenso
                 crc = crc32c(data, crc)
                 write_all(file.fileno(), data)
             sums.append(crc)
-        header = layout.with_sums(b"".join([b"%08x" % crc for crc in sums]))
+        header = layout.completed(identity, b"".join([b"%08x" % crc for crc in sums]))
         write_all(file.fileno(), memoryview(header), 0)
         os.fsync(file.fileno())
     return FileRecord(layout.num_bytes, len(header), crc32c(header))
@@ -301,11 +339,11 @@ class SliceFile:
         path: The file.
         record: Its record in the manifest.
         stays_open: Whether it is open until `close`, or only while something is read.
-        num_wanted: How many bytes of slices will be read; a long header is compared only if it is
-            not longer than these. None: it is always compared.
+        num_wanted: How many bytes of slices will be read; of a header that is long, and longer
+            than these, only the identity is compared. None: all of it is.
 
     Raises:
-        CheckpointDamaged: It is absent, not a file, has another length, or another header.
+        CheckpointDamaged: It is absent, not a file, has another length, identity or header.
         CheckpointError: It cannot be opened or read.
     """
 
@@ -332,16 +370,30 @@ class SliceFile:
                     os.close(descriptor)
 
     def _check(self, descriptor: int, num_wanted: int | None) -> None:
-        size, (wanted, length, crc) = os.fstat(descriptor).st_size, self.record
-        if size != wanted:
-            kind = "truncated" if size < wanted else "longer than it was"
-            raise self._damaged(f"{self.path.name} is {kind}: {size} bytes, {wanted} were written")
-        if num_wanted is not None and length > max(_SHORT_HEADER, num_wanted):
+        wanted, length, crc, identity = self.record
+        self._require_size(descriptor)
+        # Without an identity a file of another save is known by its header alone.
+        if identity and num_wanted is not None and length > max(_SHORT_HEADER, num_wanted):
+            self._require_id(os.pread(descriptor, _ID_END - 8, 8))
             return
         header = os.pread(descriptor, min(length, wanted), 0)
+        self._require_id(header[8:])
         if len(header) != length or crc32c(header) != crc:
             raise self._damaged(f"{self.path.name} has another header than its manifest says")
         self._sums = header[_SUMS_BEGIN : header.find(b'"', _SUMS_BEGIN)]
+
+    def _require_size(self, descriptor: int) -> None:
+        size, wanted = os.fstat(descriptor).st_size, self.record.num_bytes
+        if size != wanted:
+            kind = "truncated" if size < wanted else "longer than it was"
+            raise self._damaged(f"{self.path.name} is {kind}: {size} bytes, {wanted} were written")
+
+    def _require_id(self, front: bytes) -> None:
+        """Compare the identity; `front` is the header's text, at least up to there."""
+        if self.record.id and not front.startswith(_FRONT + self.record.id.encode()):
+            raise self._damaged(
+                f"{self.path.name} is of another save, or of another rank, than its manifest says"
+            )
 
     def header(self) -> bytes:
         """Return the header.
@@ -371,13 +423,19 @@ class SliceFile:
 
     @contextmanager
     def _open(self) -> Iterator[int]:
-        """Yield a descriptor; an OSError is converted (`readable`)."""
+        """Yield a descriptor; an OSError is converted (`readable`).
+
+        A file that is opened again may have been replaced since.
+        """
         with readable(self.path):
             if self._descriptor is not None:
                 yield self._descriptor
                 return
             descriptor = open_file(self.path)
             try:
+                self._require_size(descriptor)
+                if self.record.id:
+                    self._require_id(os.pread(descriptor, _ID_END - 8, 8))
                 yield descriptor
             finally:
                 os.close(descriptor)
@@ -426,12 +484,19 @@ class SliceFile:
         """
         if stored.place is None:
             return stored.crc32c
-        at = _SUM_BYTES * stored.place
+        if self._sums is not None:
+            return self._sum(None, part, stored.place)
+        with self._open() as descriptor:
+            return self._sum(descriptor, part, stored.place)
+
+    def _sum(self, descriptor: int | None, part: Slice, place: int) -> int:
+        """Return a checksum of the header, from the file if the header was not read."""
+        at = _SUM_BYTES * place
         if self._sums is not None:
             text = self._sums[at : at + _SUM_BYTES]
         else:
-            with self._open() as descriptor:
-                text = os.pread(descriptor, _SUM_BYTES, _SUMS_BEGIN + at)
+            assert descriptor is not None
+            text = os.pread(descriptor, _SUM_BYTES, _SUMS_BEGIN + at)
         if not _SUM.fullmatch(text):
             seen = f"the checksum of {part.name}{part.box} in {self.path.name} is changed"
             raise self._damaged(seen)
@@ -454,16 +519,29 @@ class SliceFile:
             CheckpointError: The file cannot be read.
         """
         self._require_inside(part, stored, part.box.num_elements * dtype.itemsize)
-        wanted = self.sum_of(part, stored) if box == part.box else None
-        at, summed = stored.begin, wanted is not None
         if self._descriptor is None:
             with self._open() as descriptor:
-                crc = self._read(descriptor, part, at, summed, dtype, box, to)
+                self._read_checked(descriptor, part, stored, dtype, box, to)
         else:
             try:
-                crc = self._read(self._descriptor, part, at, summed, dtype, box, to)
+                self._read_checked(self._descriptor, part, stored, dtype, box, to)
             except OSError as e:
                 raise unreadable(self.path, e) from e
+
+    def _read_checked(
+        self,
+        descriptor: int,
+        part: Slice,
+        stored: Stored,
+        dtype: torch.dtype,
+        box: Box,
+        to: torch.Tensor,
+    ) -> None:
+        wanted = None
+        if box == part.box:
+            place = stored.place
+            wanted = stored.crc32c if place is None else self._sum(descriptor, part, place)
+        crc = self._read(descriptor, part, stored.begin, wanted is not None, dtype, box, to)
         if crc not in (None, wanted):
             raise self._damaged(self._changed(part))
 

@@ -111,5 +111,5 @@ def test_a_holder_that_was_stopped_before_the_rename_commits_no_other_save(tmp_p
 
 def test_a_manifest_of_a_stopped_save_is_never_put_in_place_after_the_next_one_began(tmp_path):
     with pytest.raises(FileNotFoundError):
-        publish(tmp_path, Manifest({}, 1, {}, "{}"), check=lambda: clear(tmp_path))
+        publish(tmp_path, Manifest({}, 1, "0" * 32, {}, "{}"), check=lambda: clear(tmp_path))
     assert list(tmp_path.iterdir()) == []

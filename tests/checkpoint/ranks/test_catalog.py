@@ -42,6 +42,9 @@ LIES = {
     "another file": lambda f, w: w.update(files=[1, 1]),
     "a file that is not there": lambda f, w: w.update(files=[0, 2]),
     "files of another save": lambda f, w: f["files"].update(save=2),
+    "identity": lambda f, w: f["files"].update(id="0" * 32),
+    "no identity": lambda f, w: f["files"].update(id=None),
+    "digits of the identity": lambda f, w: f["files"].update(id="x" * 32),
     "files of no save": lambda f, w: f["files"].update(save="../1"),
     "overlap": lambda f, w: w.update(offsets=[[0, 1], [0, 0]]),
     "missing": lambda f, w: w.update(
