@@ -75,6 +75,7 @@ __all__ = [
     "Unreadable",
     "catalog_of",
     "clear",
+    "clear_save",
     "next_number",
     "not_shared",
     "part_name",
@@ -152,17 +153,40 @@ def clear(folder: Path) -> None:
     remove_hidden(folder / NAME)
     names = os.listdir(folder)
     numbers = {int(found[1]) for found in map(_PART.fullmatch, names) if found}
-    kept: Mapping[str, Any] = {}
-    if NAME in names:
-        if len(numbers) < 2:  # all files that a manifest names are of one save
-            return
-        try:
-            kept = dict.fromkeys(file.name for file in catalog_of(folder).files)
-        except CheckpointError:
-            return
-    if numbers:
+    if NAME in names and len(numbers) < 2:  # all files that a manifest names are of one save
+        return
+    kept = _named(folder)
+    if numbers and kept is not None:
         flush(folder)  # the manifest is durable before the files of the previous one are removed
         remove(folder, keep=kept)
+
+
+def clear_save(folder: Path, number: int) -> None:
+    """Remove what a save that failed has written.
+
+    The rename of its manifest may have taken effect and be reported as an error (`folder.rename`).
+    So the manifest is read: its files are kept, and all files if it cannot be used.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    kept = _named(folder)
+    if kept is not None:
+        remove(folder, keep=kept, number=number)
+
+
+def _named(folder: Path) -> Mapping[str, Any] | None:
+    """Return the names of files in the manifest of a folder; None: it cannot be used.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    if NAME not in os.listdir(folder) and not os.path.lexists(folder / NAME):
+        return {}
+    try:
+        return dict.fromkeys(file.name for file in catalog_of(folder).files)
+    except CheckpointError:
+        return None
 
 
 def publish(

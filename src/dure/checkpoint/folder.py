@@ -46,6 +46,7 @@ __all__ = [
     "flush_name",
     "make",
     "remove_hidden",
+    "rename",
     "replace_file",
 ]
 
@@ -168,7 +169,7 @@ class Folder:
         """
         self.check()
         final = self._final
-        made.rename(final)
+        rename(made, final)
         assert self._lock is not None
         self._lock.kept = self._lock.kept or self._for_job
         flush_name(final)
@@ -245,7 +246,7 @@ def replace_file(
 
     Raises:
         Unflushed: It is in place, but the folder cannot be flushed.
-        OSError: It cannot be written; the previous file is unchanged.
+        OSError: It cannot be written; the previous file is unchanged, except as `rename`.
     """
     hidden = path.with_name(f"{_SAVING}{path.name}-{secrets.token_hex(3)}")
     try:
@@ -255,12 +256,45 @@ def replace_file(
             os.fsync(file.fileno())
         flush(path.parent)
         check()
-        hidden.rename(path)
+        rename(hidden, path)
     except BaseException:
         with suppress(OSError):
             hidden.unlink(missing_ok=True)
         raise
     flush_name(path)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename a file, which replaces another one, or a folder.
+
+    A network file system may report an error for a rename that took effect: the server's answer is
+    lost, the request is sent again, and the old name is gone. So after an error the new name is
+    looked at, and if it is that of the file, there is none.
+
+    Raises:
+        OSError: It was not renamed; or that cannot be found out, as the new name cannot be opened.
+    """
+    descriptor = os.open(old, os.O_RDONLY)  # while it is open no other file gets its number
+    try:
+        try:
+            old.rename(new)
+        except OSError:
+            if not _is_at(new, descriptor):
+                raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Return whether a path is that of an open file; opening it asks the server."""
+    try:
+        there = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return os.path.samestat(os.fstat(there), os.fstat(descriptor))
+    finally:
+        os.close(there)
 
 
 def remove_hidden(path: Path) -> None:

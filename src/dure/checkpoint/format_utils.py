@@ -15,7 +15,7 @@ import torch
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.file_storages import absolute
-from dure.checkpoint.folder import flush
+from dure.checkpoint.folder import flush, rename
 from dure.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -83,7 +83,7 @@ def write_torch_file(path: Path, state: Any) -> None:
         torch.save(state, hidden)
         with hidden.open("rb") as file:
             os.fsync(file.fileno())
-        hidden.rename(path)
+        rename(hidden, path)
         what = "the file is in place and complete, but it may not be durable: a flush failed"
         flush(path.parent)
     except (OSError, RuntimeError) as e:  # torch raises both when a disk is full

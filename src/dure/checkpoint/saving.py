@@ -32,6 +32,7 @@ from dure.checkpoint.catalog import (
     Manifest,
     Published,
     clear,
+    clear_save,
     next_number,
     not_shared,
     part_name,
@@ -326,9 +327,7 @@ class Saving:
             sent = [(e or _NOTHING).only(w) for e, w in zip(early, wanted, strict=True)]
             return [(None, begun, answer) for answer in self._divide(known, sent)]
 
-        wanted, (self.begun, self._id), answer = ranks.decided(
-            _NOT_SAVED, prepare, ask, apart=True
-        )
+        wanted, (self.begun, self._id), answer = ranks.decided(_NOT_SAVED, prepare, ask, apart=True)
         """`begun`: what `before` returned on rank 0."""
         taken, every = mine[0]
         if wanted is not None:
@@ -512,7 +511,7 @@ class Saving:
     def _clean_up(
         self, error: BaseException, folder: Folder, path: Path, number: int, wrote: bool
     ) -> None:
-        """Remove what was written: on rank 0 all files, and then another job may save there.
+        """Remove what was written: on rank 0 of all ranks, and then another job may save there.
 
         Another rank may come here late, when a file of its name is one of the next save, which
         may have this number. So it removes its file only if rank 0 may not see that.
@@ -522,7 +521,7 @@ class Saving:
         with suppress(OSError):
             if ranks.rank == 0:
                 folder.check()  # if another job has taken over, these are its files
-                remove(path, number=number)
+                clear_save(path, number)
             elif wrote and any(isinstance(e, CheckpointNotWritten) for e, _ in failures):
                 remove(path, number=number, rank=ranks.rank)
 

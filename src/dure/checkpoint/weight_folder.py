@@ -39,7 +39,15 @@ from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Unreadable, catalog_of, not_shared
 from dure.checkpoint.contents import Catalog
 from dure.checkpoint.files import DTYPES, write_all
-from dure.checkpoint.folder import Folder, Unflushed, flush, flush_name, make, replace_file
+from dure.checkpoint.folder import (
+    Folder,
+    Unflushed,
+    flush,
+    flush_name,
+    make,
+    rename,
+    replace_file,
+)
 from dure.checkpoint.restoring import read_slices, reads_of
 from dure.checkpoint.saving import OnDemand, Saving, Taken
 from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
@@ -249,7 +257,7 @@ class _Files:
         if journal:
             _note(folder, [*self._layouts, *old])
         for file in self._layouts:
-            self.path(file).rename(folder / file)
+            rename(self.path(file), folder / file)
         failed: OSError | None = None
         try:
             if not self._single:

@@ -2,10 +2,11 @@
 
    Calls are counted that concern a path below `prefix`. The call with the number `fail_at` fails:
    the process is killed, or the call returns an error without an effect. A write that is killed has
-   written half of its bytes. With `from_there_on`, all later calls of that class fail, too.
+   written half of its bytes. With `from_there_on`, all later calls of that class fail, too. An error
+   of class 'r' has an effect: as over a network, where only the answer is lost.
 
    A call is of one or more classes. 'o' opens a file, 'g' needs room on the disk, 'c' changes
-   something. Every process of the test is forked from one that has preloaded this library. */
+   something, 'r' renames or removes. Every process of the test is forked from one that has preloaded this library. */
 
 #define _GNU_SOURCE
 #undef _FORTIFY_SOURCE
@@ -102,6 +103,15 @@ static void die(void) { kill(getpid(), SIGKILL); for (;;) pause(); }
         if (wrong) { errno = wrong; return result; }                    \
     } while (0)
 
+/* As FAIL, for a call that may have had its effect. */
+#define FAIL_AFTER(call, classes, name, folder, path)                   \
+    do {                                                                \
+        const int wrong = counted(classes, name, folder, path);         \
+        if (wrong < 0) die();                                           \
+        if (wrong && class_of_failure == 'r' && call < 0) return -1;    \
+        if (wrong) { errno = wrong; return -1; }                        \
+    } while (0)
+
 #define MODE() mode_t mode = 0; if (flags & (O_CREAT | O_TMPFILE)) { \
     va_list more; va_start(more, flags); mode = va_arg(more, mode_t); va_end(more); }
 
@@ -192,31 +202,31 @@ FLUSH(syncfs)
 
 int rename(const char *from, const char *to) {
     REAL(rename);
-    FAIL(-1, "gc", "rename", AT_FDCWD, to);
+    FAIL_AFTER(real(from, to), "gcr", "rename", AT_FDCWD, to);
     return real(from, to);
 }
 
 int renameat(int from_folder, const char *from, int to_folder, const char *to) {
     REAL(renameat);
-    FAIL(-1, "gc", "rename", to_folder, to);
+    FAIL_AFTER(real(from_folder, from, to_folder, to), "gcr", "rename", to_folder, to);
     return real(from_folder, from, to_folder, to);
 }
 
 int unlink(const char *path) {
     REAL(unlink);
-    FAIL(-1, "c", "unlink", AT_FDCWD, path);
+    FAIL_AFTER(real(path), "cr", "unlink", AT_FDCWD, path);
     return real(path);
 }
 
 int unlinkat(int folder, const char *path, int flags) {
     REAL(unlinkat);
-    FAIL(-1, "c", "unlink", folder, path);
+    FAIL_AFTER(real(folder, path, flags), "cr", "unlink", folder, path);
     return real(folder, path, flags);
 }
 
 int rmdir(const char *path) {
     REAL(rmdir);
-    FAIL(-1, "c", "rmdir", AT_FDCWD, path);
+    FAIL_AFTER(real(path), "cr", "rmdir", AT_FDCWD, path);
     return real(path);
 }
 

@@ -200,7 +200,7 @@ class Fault:
     """A rank's call with this number fails, from 1 on; 0: none.
 
     Attributes:
-        kind: KILL, or the name of an error.
+        kind: KILL, or the name of an error. ENOENT is reported by a call that had its effect.
         from_there_on: Whether all later calls of its class fail, too.
     """
 
@@ -212,8 +212,8 @@ class Fault:
     """The call, for messages."""
 
 
-KINDS = "KILL EIO ENOSPC EMFILE"
-_CLASSES = {"KILL": "c", "EIO": "oc", "ENOSPC": "g", "EMFILE": "o"}
+KINDS = "KILL EIO ENOSPC EMFILE ENOENT"
+_CLASSES = {"KILL": "c", "EIO": "oc", "ENOSPC": "g", "EMFILE": "o", "ENOENT": "r"}
 
 
 def _faults_at(rank: int, calls: list[str]) -> list[Fault]:

@@ -72,6 +72,11 @@ def test_save_that_is_killed_at_any_call_leaves_the_old_or_the_new(run, writer):
     _check(run(Scenario(writer, 1, "used"), None, "KILL"))
 
 
+@pytest.mark.parametrize("writer", ["save", "weights in three files", "Checkpointer"])
+def test_save_of_which_the_answer_to_a_rename_is_lost_leaves_the_old_or_the_new(run, writer):
+    _check(run(Scenario(writer, 1, "used"), None, "ENOENT"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

@@ -249,6 +249,86 @@ def test_a_save_whose_last_flush_fails_is_in_place_and_the_error_says_so(tmp_pat
     assert _names(tmp_path) == ["manifest.json", "part-000003-00000.safetensors"]
 
 
+@pytest.fixture
+def lost_answer(monkeypatch):
+    """Return a function: the rename to the name that it is called with is reported as an error.
+
+    As over NFS, it has taken effect, unless `has_effect` is False. After it, opening that name
+    fails if `is_unreadable`.
+    """
+    rename, opening = os.rename, os.open
+    switch = {"name": None, "has_effect": True, "is_unreadable": False, "is_lost": False}
+
+    def renaming(old, new, **options):
+        is_it = Path(new).name == switch["name"]
+        if not is_it or switch["has_effect"]:
+            rename(old, new, **options)
+        if is_it:
+            switch["is_lost"] = True
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(old))
+
+    def open_unless_lost(path, *rest, **options):
+        if switch["is_lost"] and switch["is_unreadable"] and Path(path).name == switch["name"]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opening(path, *rest, **options)
+
+    monkeypatch.setattr(os, "rename", renaming)
+    monkeypatch.setattr(os, "open", open_unless_lost)
+    return lambda name, **how: switch.update(name=name, is_lost=False, **how)
+
+
+@pytest.mark.parametrize("store", [_save, _save_in_background])
+def test_a_manifest_that_is_in_place_although_its_rename_failed_is_a_save(
+    tmp_path, lost_answer, store
+):
+    store({"w": counted(3)}, tmp_path)
+    lost_answer("manifest.json")
+    store({"w": counted(4)}, tmp_path)
+    assert _names(tmp_path) == ["manifest.json", "part-000002-00000.safetensors"]
+    state = {"w": torch.zeros(4)}
+    load(state, checkpoint_id=tmp_path)
+    assert state["w"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("has_effect", [True, False])
+def test_files_of_a_manifest_that_cannot_be_read_after_its_rename_failed_are_kept(
+    tmp_path, lost_answer, has_effect
+):
+    """Which checkpoint is in place is not known then, so both have their files."""
+    _save({"w": counted(3)}, tmp_path)
+    lost_answer("manifest.json", has_effect=has_effect, is_unreadable=True)
+    with pytest.raises(CheckpointException, match="not saved"):
+        _save({"w": counted(3) + 5}, tmp_path)
+    lost_answer(None)
+    both = ["part-000001-00000.safetensors", "part-000002-00000.safetensors"]
+    assert _names(tmp_path) == ["manifest.json", *both]
+    state = {"w": torch.zeros(3)}
+    load(state, checkpoint_id=tmp_path)
+    assert state["w"].tolist() == ([5, 6, 7] if has_effect else [0, 1, 2])
+    _save({"w": counted(3)}, tmp_path)
+    assert _names(tmp_path) == ["manifest.json", "part-000003-00000.safetensors"]
+
+
+def test_a_manifest_that_could_not_be_renamed_leaves_the_checkpoint_before(tmp_path, lost_answer):
+    _save({"w": counted(3)}, tmp_path)
+    lost_answer("manifest.json", has_effect=False)
+    with pytest.raises(CheckpointException, match="not saved"):
+        _save({"w": counted(4)}, tmp_path)
+    assert _names(tmp_path) == ["manifest.json", "part-000001-00000.safetensors"]
+    state = {"w": torch.zeros(3)}
+    load(state, checkpoint_id=tmp_path)
+    assert state["w"].tolist() == [0, 1, 2]
+
+
+def test_a_run_whose_folder_is_renamed_although_that_failed_is_saved(tmp_path, lost_answer):
+    lost_answer("000001-step-5")
+    values = [7.0]
+    path = Checkpointer(tmp_path).save(5, values=values)
+    assert path == tmp_path / "000001-step-5"
+    loaded = [0.0]
+    assert Checkpointer(tmp_path).load(values=loaded) == 5 and loaded == [7.0]
+
+
 @pytest.mark.parametrize("when", ["before it writes", "after it has written"])
 @pytest.mark.parametrize("store", [_save, _save_in_background])
 def test_a_save_that_lost_its_lock_leaves_what_the_next_job_has_saved(
