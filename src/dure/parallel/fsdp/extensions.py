@@ -107,7 +107,8 @@ class Extended(Gathered):
         rooms = [room for extension in self._extensions for room in extension.rooms]
         flat = self._allocate(sum(rooms))
         for tensor, there in zip(tensors, flat.split(rooms), strict=True):
-            there[: tensor.numel()].copy_(tensor)
+            there[: tensor.numel()].copy_(tensor, non_blocking=self.streams is not None)
+        self._note_copies()
         return flat
 
     def _asked(self, parameter: FSDPParameter, extension: _Extension) -> Sequence[torch.Tensor]:

@@ -21,6 +21,7 @@ from dure.parallel.fsdp.choosing import forced
 from dure.parallel.fsdp.extensions import is_extended
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.hooks import ModuleHooks
+from dure.parallel.fsdp.host_memory import HostMemory, host_memory_of
 from dure.parallel.fsdp.module import FSDPModule
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.policies import (
@@ -115,8 +116,9 @@ def fully_shard(
     path = offload_policy.path if offload_policy is not None else None
     files = None if path is None else Files(path)
     found = _parameters(modules, ignored_params or set())
-    dims = {p: _dim(p, places, axes, shard_placement_fn) for p, places in found.items()}
-    made = {p: FSDPParameter(p, found[p], dims[p], axes, policy, files) for p in found}
+    host = host_memory_of(offload_policy, axes)
+    dims = {p: _dim(p, places, axes, shard_placement_fn, host) for p, places in found.items()}
+    made = {p: FSDPParameter(p, found[p], dims[p], axes, policy, files, host) for p in found}
     groups = _groups(made.values(), axes, policy, post_forward_group)
     state = FSDPState(modules, groups, policy, frees)
     ModuleHooks(state)
@@ -249,6 +251,7 @@ def _dim(
     places: list[tuple[nn.Module, str]],
     axes: DataAxes,
     choose: Callable[[nn.Parameter], Shard | None] | None,
+    host: HostMemory | None = None,
 ) -> int:
     """Check a parameter; return the dimension to cut."""
     name = f"{type(places[0][0]).__name__}.{places[0][1]}"
@@ -261,7 +264,8 @@ def _dim(
             seen=f"strides {local.stride()} of {list(local.shape)}",
             fix="Assign parameter.data = parameter.data.contiguous() first.",
         )
-    if local.device.type not in (axes.mesh.device_type, "meta"):
+    allowed = {axes.mesh.device_type, "meta"} | ({"cpu"} if host is not None else set())
+    if local.device.type not in allowed:
         raise DeviceError(
             "a parameter is on another device than the mesh",
             op=_OP,

@@ -13,6 +13,7 @@ forward to backward, as a flat tensor of the same kind, and gathers the rest fro
 With replicas (HSDP) the reduced parts are reduced once more, over the axis of replicas.
 
 On a device with streams the first copy and the all_gather run in the gather stream (streams.py).
+Shards may be in the host's memory (host_memory.py).
 """
 
 from __future__ import annotations
@@ -79,15 +80,18 @@ class Gathered(Strategy):
             if "_dure_epochs" in vars(sharded):
                 del sharded._dure_epochs
                 sharded.part = sharded.part.clone()
-            self._file(parameter)
+            self._keep(parameter)
         self._unsharded = []
         self._part_kept = None
         self._is_unsharded = False
 
-    def _file(self, parameter: FSDPParameter) -> None:
-        """Bring a shard into a file, unless it is in the one that it was brought into."""
+    def _keep(self, parameter: FSDPParameter) -> None:
+        """Bring a shard into a file or page-locked memory, if it is to be there and is not."""
         sharded: Any = parameter.sharded
         part = sharded.part
+        if parameter.host is not None and parameter.files is None:
+            sharded.part = parameter.host.shard_in(part)
+            return
         is_plain = type(part) is torch.Tensor and not part.is_meta
         if parameter.files is None or not is_plain or self._in_files.get(parameter) is part:
             return
@@ -98,13 +102,18 @@ class Gathered(Strategy):
         """Drop what a step that failed has begun to gather; take back what was put elsewhere."""
         super().publish()
         for parameter in self._parameters:
-            self._file(parameter)
+            self._keep(parameter)
         self.gather_after_writes()
 
     def gather_after_writes(self) -> None:
         """See `Strategy.gather_after_writes`."""
         if self.streams is not None:
             self.streams.gather_after_current()
+
+    def release_shards(self) -> None:
+        """See `Strategy.release_shards`."""
+        if self.streams is not None:
+            self.streams.finish_copies()
 
     def is_stale(self, accumulates: bool = False) -> bool:
         """Ask all ranks, as each knows of its own shards only, unless `accumulates`."""
@@ -158,14 +167,21 @@ class Gathered(Strategy):
         return group
 
     def _allocate(self, numel: int) -> torch.Tensor:
-        device = self._parameters[0].part.device
+        device = self._parameters[0].device
         if self._all_gather is not None:
             return self._all_gather.allocate((numel,), dtype=self._dtype, device=device)
         return torch.empty(numel, dtype=self._dtype, device=device)
 
     def _shards(self) -> torch.Tensor:
         """Return what this rank has, flat."""
-        return self._flat([p.part for p in self._parameters], self._axes.size)
+        flat = self._flat([p.part for p in self._parameters], self._axes.size)
+        self._note_copies()
+        return flat
+
+    def _note_copies(self) -> None:
+        """Note that shards on the host are read until the copies to the device are done."""
+        if self.streams is not None and self._parameters[0].host is not None:
+            self.streams.begin_copies()
 
     def _flat(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
         """Copy parts, cast, into a flat tensor that has room for full ones, of `size` parts."""
@@ -174,7 +190,8 @@ class Gathered(Strategy):
         for parameter, part, piece in zip(self._parameters, parts, flat.split(sizes), strict=True):
             there = piece.view(padded_shape(parameter, size))
             with torch.no_grad():
-                there.narrow(parameter.dim, 0, part.shape[parameter.dim]).copy_(part)
+                own = there.narrow(parameter.dim, 0, part.shape[parameter.dim])
+                own.copy_(part, non_blocking=self.streams is not None)
         return flat
 
     def wait(self) -> Sequence[torch.Tensor]:

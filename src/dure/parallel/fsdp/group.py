@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -82,6 +82,10 @@ class ParameterGroup:
     accumulates: bool = field(default=False, init=False)
     _recorded_versions: list[int] = field(default_factory=list[int], init=False)
     _dtypes: list[torch.dtype] = field(default_factory=list[torch.dtype], init=False)
+    _arriving: list[tuple[FSDPParameter, torch.Tensor]] = field(
+        default_factory=list[tuple[FSDPParameter, torch.Tensor]], init=False
+    )
+    _arrival: Any = field(default=None, init=False)  # an event: gradients were copied to the host
 
     def __post_init__(self) -> None:
         self._choose()
@@ -96,7 +100,7 @@ class ParameterGroup:
 
     def _find_streams(self) -> None:
         """Use the streams of the device that the parameters are on now."""
-        group, device = self.reduction.axes.shard_group, self.parameters[0].part.device
+        group, device = self.reduction.axes.shard_group, self.parameters[0].device
         self.strategy.streams = self.reduction.streams = side_streams(group, device)
 
     def _change(self, new: ShardedState) -> None:
@@ -288,8 +292,13 @@ class ParameterGroup:
         else:
             with streams.reducing():
                 now, later = self._add_gradients()
+                if self.parameters[0].host is not None:
+                    self._arrival = streams.reduced()
             self.reduction.free_copied_in()
         if streams is None or not now:
+            deliver(now)
+        elif self._arrival is not None:  # hooks get gradients on the host
+            self._arrival.synchronize()
             deliver(now)
         else:  # hooks of the program run in its own stream
             streams.wait_for_reduced()
@@ -306,19 +315,35 @@ class ParameterGroup:
         """
         now: list[Delivery] = []
         later: list[Delivery] = []
-        for parameter, part in zip(self.parameters, self.reduction.finish(), strict=True):
-            if part is None:
+        waits = self.reduction.streams is None
+        for parameter, reduced in zip(self.parameters, self.reduction.finish(), strict=True):
+            if reduced is None:
                 continue
+            part, host = reduced, parameter.host
+            if host is not None:
+                part = host.gradient_in(reduced, parameter.sharded.dtype, waits)
             if parameter.has_hooks:
                 delivery = Delivery(self.strategy, parameter, parameter.as_gradient(part))
                 (later if parameter.waits_for_end else now).append(delivery)
+            elif host is not None:
+                self._arriving.append((parameter, part))
             else:
                 parameter.add_gradient(part)
         return now, later
 
+    def add_arrived(self) -> None:
+        """Wait until gradients were copied to the host, and give them to the shards."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
+        arrived, self._arriving = self._arriving, []
+        for parameter, part in arrived:
+            parameter.add_gradient(part)
+
     def reset(self) -> None:
         """Drop what a step that failed has left; wait for what others still read."""
         self._recorded_versions = []
+        self._arriving, self._arrival = [], None
         if self.reduction.is_begun:
             with suppress(CommError):
                 self.reduction.finish()

@@ -57,7 +57,7 @@ def offload(
         All ranks of the mesh: it waits until none of them reads what is shared.
 
     Cost:
-        Writing the bytes once; tensors of less than 64 KiB stay.
+        Writing the bytes once; tensors of less than 64 KiB stay, and page-locked ones.
 
     Example:
         ```python
@@ -132,7 +132,7 @@ def _large(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[to
             raise DeviceError(
                 "only memory of the CPU is given back", op="offload", seen=f"{local.device}"
             )
-        if local.nbytes >= _LEAST and local.is_contiguous():
+        if local.nbytes >= _LEAST and local.is_contiguous() and not local.is_pinned():
             found[local.data_ptr()] = local
     return list(found.values())
 

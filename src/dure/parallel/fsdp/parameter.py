@@ -21,6 +21,7 @@ from torch import nn
 
 from dure.errors import ModuleError
 from dure.parallel.fsdp.axes import DataAxes
+from dure.parallel.fsdp.host_memory import HostMemory
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.tensor.distribute import share_hooks
 from dure.tensor.dtensor import DTensor
@@ -118,6 +119,7 @@ class FSDPParameter:
         axes: Over which.
         policy: The dtype in which modules compute.
         files: Keeps the shard, its gradient and its optimizer state in files; or None.
+        host: Keeps them in the host's memory, while modules compute on a device; or None.
         unsharded_shape: Of the unsharded parameter, or of this rank's tensor-parallel part of it.
         sharded: The nn.Parameter of this rank's shard, a DTensor.
         unsharded: The nn.Parameter that modules compute with; None before its first use.
@@ -133,16 +135,19 @@ class FSDPParameter:
         axes: DataAxes,
         policy: MixedPrecisionPolicy,
         files: Files | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.name = places[0][1]
         self.places, self.dim, self.axes, self.policy = places, dim, axes, policy
-        self.files = files
+        self.files, self.host = files, host
         self._inner = parameter.spec if isinstance(parameter, DTensor) else None
         local = own_part(parameter).detach()
         self.unsharded_shape = local.shape
         size, offset = chunk(local.shape[dim], axes.size, axes.rank)
         # A copy, so that the memory of the original can be freed.
         part = local.narrow(dim, offset, size).clone(memory_format=torch.contiguous_format)
+        if host is not None:
+            part = host.shard_in(part)
         sharded = nn.Parameter(wrap(part, axes.shard_spec(parameter, dim)), parameter.requires_grad)
         forget_replaced(parameter)  # a tied one may be taken a second time
         for key, value in vars(parameter).items():
@@ -174,6 +179,11 @@ class FSDPParameter:
     def part(self) -> torch.Tensor:
         """The values of this rank's shard."""
         return own_part(self.sharded)
+
+    @property
+    def device(self) -> torch.device:
+        """Where modules compute with the parameter."""
+        return self.part.device if self.host is None else self.host.device
 
     @property
     def is_trained(self) -> bool:
@@ -215,6 +225,8 @@ class FSDPParameter:
         found: Any = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
         if found is self.unsharded:
             found = self.sharded
+        if self.host is not None:
+            self.host.check(found, self.name)
         if found is self.sharded and found.spec is self.spec:
             self._mark_files()  # `to_empty` exchanges all that the object has
             return False

@@ -37,7 +37,7 @@ class OffloadPolicy:
     """Where shards, gradients and optimizer state stay: on the mesh's device, or in files.
 
     Attributes:
-        path: A folder, for models on the CPU that are larger than its memory: they stay in files
+        path: A folder, for models that are larger than the host's memory: they stay in files
             there, which the kernel reads and writes back as memory is needed. The same folder on
             all ranks of a host. None: they stay in memory.
     """
@@ -47,11 +47,14 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """They stay in the host's memory, while the device computes. On a mesh of CPUs they do anyway.
+    """Shards, gradients and optimizer state stay in the host's memory, while the device computes.
+
+    On a mesh of CPUs they do anyway.
 
     Attributes:
         path: As for `OffloadPolicy`.
-        pin_memory: Keep them in page-locked memory, which a GPU copies faster.
+        pin_memory: Keep them in page-locked memory, which a device copies while the host continues,
+            if the device's module of torch has an allocator for it.
     """
 
     pin_memory: bool = True

@@ -226,7 +226,7 @@ class Reduction:
 
     def _empty(self, rows: int, columns: int) -> torch.Tensor:
         first = self.parameters[0]
-        dtype, device = self.dtype or first.dtype, first.part.device
+        dtype, device = self.dtype or first.dtype, first.device
         if self.reduce_scatter is not None:
             room = self.reduce_scatter.allocate((rows * columns,), dtype=dtype, device=device)
             return room.view(rows, columns)

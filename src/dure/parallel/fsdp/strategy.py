@@ -140,6 +140,9 @@ class Strategy:
     def gather_after_writes(self) -> None:
         """Let what is gathered from now on see what the current stream has still to write."""
 
+    def release_shards(self) -> None:
+        """Block the host until shards in its memory were copied: the program may write them."""
+
     def before_write(self) -> None:
         """Wait until shards may be written, where that is between no steps."""
 

@@ -16,6 +16,11 @@ current stream wait. Between the streams:
     a reduction is finished          reduce (`Work.wait`)          its reduce_scatter
     backward ends, or hooks run      computation                   reduce
 
+If shards are on the host (host_memory.py), the host waits, for events:
+
+    a forward or a backward ends     host                          gather has copied shards in
+    backward ends, or hooks run      host                          reduce has copied gradients out
+
 *Memory.* An allocator gives freed memory to the next tensor of the stream that had allocated it,
 without waiting for other streams. So memory is freed when its own stream waits for the stream that
 uses it last:
@@ -58,6 +63,7 @@ class SideStreams:
         self._gather: Any = self._module.Stream(device)
         self._reduce: Any = self._module.Stream(device)
         self._retired: tuple[object, Any] | None = None
+        self._copied: Any = None  # an event: after the last copy of shards from the host
 
     @property
     def _current(self) -> Any:
@@ -72,6 +78,16 @@ class SideStreams:
     def gather_after_current(self) -> None:
         """Let the gather stream wait for the computation, which may have written shards."""
         self._gather.wait_stream(self._current)
+
+    def begin_copies(self) -> None:
+        """Note that the gather stream, which is current, copies shards from the host."""
+        self._copied = self._gather.record_event()
+
+    def finish_copies(self) -> None:
+        """Block the host until the copies of shards from its memory are done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
     def retire(self, memory: object) -> None:
         """Free memory of a gather, which the computation has just been given to copy out.

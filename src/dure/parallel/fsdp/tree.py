@@ -230,6 +230,7 @@ class Tree:
         for group in self.groups:
             group.strategy.check_unwritten()
             group.record_versions()
+        self._release_shards()
         if not torch.is_grad_enabled():
             self.epochs.end_read(together=True)
 
@@ -260,12 +261,18 @@ class Tree:
         for group in left:
             group.record_versions()  # `begin_read` has increased versions
 
+    def _release_shards(self) -> None:
+        """Let the program write shards that are in the host's memory."""
+        for group in self.groups:
+            group.strategy.release_shards()
+
     def after_reshard(self) -> None:
         """End reading after the program's `reshard` of the last module that it had unsharded."""
         is_unsharded = any(group.is_unsharded for group in self.groups)
         if self.training_state is TrainingState.UNSHARD and not is_unsharded:
             self._change(TrainingState.IDLE)
             self.epochs.end_read(together=False)
+        self._release_shards()
 
     # ---------------------------------------------------------------- backward
 
@@ -428,6 +435,8 @@ class Tree:
             self._finish_reduce()
         while self._reduced_in:
             self._reduced_in.pop().wait_for_reduced()
+        for group in self.groups:
+            group.add_arrived()
         deliver(backward.deliveries)
         self.keeps_unsharded = backward.makes_graph or (
             self.keeps_unsharded and backward.keeps_graph
@@ -437,6 +446,7 @@ class Tree:
             state.waits_for_backward &= backward.keeps_graph
             for group in state.groups:
                 group.strategy.check_unwritten()
+        self._release_shards()
         self._end_training_backward()
         if self.entry is None:  # else a forward has called autograd, and reads further
             begin = now()
@@ -480,6 +490,7 @@ class Tree:
                 with torch.no_grad():
                     self._finish(self._begin_backward(backward)[0])
             else:
+                self._release_shards()
                 self.epochs.end_read(together=True)
 
     def join_forward(self, entry: nn.Module) -> None:
@@ -488,6 +499,7 @@ class Tree:
         with self.explaining_errors(state_of(entry)), torch.no_grad():
             self._begin_step(order)
             self._join(order.end() if order.is_recorded else ())
+            self._release_shards()
             self.epochs.end_read(together=True)
 
     def reduce_accumulated(self) -> None:
@@ -524,6 +536,7 @@ class Tree:
         for group in self.groups:
             with suppress(ModuleError):  # a write of the program; the first error is reported
                 group.reshard()
+        self._release_shards()
         self.epochs.end_read(together=False)
 
     def _drop_backward(self) -> None:

@@ -21,8 +21,30 @@ SEEDS = (None, 1)
 Step = Callable[[Any, int, int, int], torch.Tensor]
 
 
+OF_4 = "of_4_"
+"""How names of cases begin that need four ranks; others have two."""
+
+
+def errors_of(
+    run: Callable[..., dict[str, str]], names: list[str], *arguments: str
+) -> dict[str, list[str]]:
+    """Call `run` with names of cases on their ranks; return the ranks' errors by case."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for size in (2, 4):
+        of_size = [name for name in names if name.startswith(OF_4) == (size == 4)]
+        for of_rank in dist.spawn(run, size, (of_size, *arguments)) if of_size else ():
+            for name, error in of_rank.items():
+                found[name].append(error)
+    return found
+
+
 def run(names: list[str], backend: str) -> dict[str, str]:
     """Run the cases below over a backend; return this rank's errors."""
+    return run_cases(globals(), names, backend)
+
+
+def run_cases(cases: dict[str, Any], names: list[str], backend: str) -> dict[str, str]:
+    """Run some of the cases of a module; return this rank's errors."""
     accelerator.install()
     dist.init_process_group(f"cpu:shm,sim:{backend}")
     errors: dict[str, str] = {}
@@ -30,7 +52,7 @@ def run(names: list[str], backend: str) -> dict[str, str]:
         try:
             for seed in SEEDS:
                 accelerator.install(seed)
-                globals()[f"case_{name}"](dist.get_rank(), dist.get_world_size())
+                cases[f"case_{name}"](dist.get_rank(), dist.get_world_size())
                 torch.get_device_module("sim").synchronize()
             errors[name] = ""
         except BaseException:
@@ -48,14 +70,14 @@ def by_step(model: Any, step: int, size: int, rank: int) -> torch.Tensor:
     return loss
 
 
-def _made() -> Any:
+def made() -> Any:
     """Return a model all of whose parameters have gradients, so that no rank asks others for it."""
     model = models.made()
     del model.unused
     return model
 
 
-def _trains(
+def trains(
     rank: int,
     size: int,
     shard: Callable[[Any], Any] = models.shard,
@@ -63,18 +85,18 @@ def _trains(
     tolerance: float = 1e-9,
 ) -> None:
     """Train on the device as on one rank's CPU: gradients and weights."""
-    reference = _made()
+    reference = made()
     models.trained(reference, models.by_step, models.adamw)
     with strategy("gathered"):
-        model = shard(_made().to("sim"))
+        model = shard(made().to("sim"))
     models.trained(model, lambda m, s: step(m, s, size, rank), models.adamw)
     expected = models.full_gradients(reference)
-    _compare(models.full_gradients(model), expected, tolerance=tolerance)
-    _compare(models.full_weights(model), models.full_weights(reference), tolerance=tolerance)
+    compare(models.full_gradients(model), expected, tolerance=tolerance)
+    compare(models.full_weights(model), models.full_weights(reference), tolerance=tolerance)
 
 
 def case_a_step(rank: int, size: int) -> None:
-    _trains(rank, size)
+    trains(rank, size)
 
 
 def case_gradients_of_several_backwards_are_added(rank: int, size: int) -> None:
@@ -87,7 +109,7 @@ def case_gradients_of_several_backwards_are_added(rank: int, size: int) -> None:
                 parameter.grad /= 2
         return loss
 
-    _trains(rank, size, step=step)
+    trains(rank, size, step=step)
 
 
 def case_gradients_of_several_reductions_are_added(rank: int, size: int) -> None:
@@ -101,18 +123,18 @@ def case_gradients_of_several_reductions_are_added(rank: int, size: int) -> None
                     parameter.grad *= 2 / 3
         return loss
 
-    reference, model = _made(), _sharded()
+    reference, model = made(), sharded()
     models.by_step(reference, 0)
     expected = models.full_gradients(reference)
     step(model, 0, size, rank)
     factors = dict.fromkeys(expected, 2 / 3 + 4 / 9)
-    _compare(models.full_gradients(model), expected, factors)
+    compare(models.full_gradients(model), expected, factors)
 
 
 def case_a_hook_of_the_program_reads_the_gradient(rank: int, size: int) -> None:
     """An optimizer for each parameter, in backward."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    model, reference = _sharded(mp_policy=policy), _made()
+    model, reference = sharded(mp_policy=policy), made()
     models.trained(reference, models.by_step, models.adamw)
     optimizers = {p: models.adamw([p]) for p in model.parameters()}
 
@@ -124,11 +146,11 @@ def case_a_hook_of_the_program_reads_the_gradient(rank: int, size: int) -> None:
         parameter.register_post_accumulate_grad_hook(update)
     for step in range(models.STEPS):
         by_step(model, step, size, rank)
-    _compare(models.full_weights(model), models.full_weights(reference), tolerance=1e-4)
+    compare(models.full_weights(model), models.full_weights(reference), tolerance=1e-4)
 
 
 def case_unshard_sees_what_was_written(rank: int, size: int) -> None:
-    model = _sharded()
+    model = sharded()
     by_step(model, 0, size, rank)
     for factor in (2.0, 4.0):
         with torch.no_grad():
@@ -137,30 +159,30 @@ def case_unshard_sees_what_was_written(rank: int, size: int) -> None:
         model.blocks[0].unshard()
         found = {name: p.detach().clone() for name, p in model.blocks[0].named_parameters()}
         model.blocks[0].reshard()
-        reference = {n: p.detach() for n, p in _made().blocks[0].named_parameters()}
-        _compare(found, reference, dict.fromkeys(reference, factor))
+        reference = {n: p.detach() for n, p in made().blocks[0].named_parameters()}
+        compare(found, reference, dict.fromkeys(reference, factor))
 
 
 def case_low_precision(rank: int, size: int) -> None:
     """Gradients are converted after the reduction."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    _trains(rank, size, lambda model: models.shard(model, mp_policy=policy), tolerance=1e-3)
+    trains(rank, size, lambda model: models.shard(model, mp_policy=policy), tolerance=1e-3)
 
 
 def case_of_4_parts_are_kept_until_backward(rank: int, size: int) -> None:
-    _trains(rank, size, lambda model: models.shard(model, reshard_after_forward=2))
+    trains(rank, size, lambda model: models.shard(model, reshard_after_forward=2))
 
 
 def case_of_4_replicas(rank: int, size: int) -> None:
     mesh = dist.init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard"))
-    _trains(rank, size, lambda model: models.shard(model, mesh=mesh))
+    trains(rank, size, lambda model: models.shard(model, mesh=mesh))
 
 
-def _sharded(**options: Any) -> Any:
-    return models.sharded("gathered", _made().to("sim"), **options)
+def sharded(**options: Any) -> Any:
+    return models.sharded("gathered", made().to("sim"), **options)
 
 
-def _compare(found: Any, expected: Any, factors: Any = None, tolerance: float = 1e-9) -> None:
+def compare(found: Any, expected: Any, factors: Any = None, tolerance: float = 1e-9) -> None:
     for name, values in expected.items():
         factor = 1.0 if factors is None else factors[name]
         on_host = None if found[name] is None else found[name].cpu()

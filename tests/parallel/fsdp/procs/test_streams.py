@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-import dure as dist
 from tests.parallel.fsdp.procs import simulated_ranks
-from tests.testing.accelerator.simulated_ranks import chosen
+from tests.parallel.fsdp.procs.simulated_ranks import errors_of, run
+from tests.testing.accelerator.simulated_ranks import cases_of, chosen
 
-CASES = [name.removeprefix("case_") for name in vars(simulated_ranks) if name.startswith("case_")]
-OF_4 = "of_4_"
-
-
+CASES = cases_of(simulated_ranks)
 OVER_NCCL = ("a_step",)
-
-
-def _run(names: list[str], backend: str) -> dict[str, list[str]]:
-    """Run cases on two ranks or on four; return the ranks' errors by case."""
-    found: dict[str, list[str]] = {name: [] for name in names}
-    for size in (2, 4):
-        of_size = [name for name in names if name.startswith(OF_4) == (size == 4)]
-        for of_rank in dist.spawn(simulated_ranks.run, size, (of_size, backend)) if of_size else ():
-            for name, error in of_rank.items():
-                found[name].append(error)
-    return found
 
 
 @pytest.fixture(scope="module")
 def errors(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     """Run the cases that were asked for over staging."""
-    return _run(chosen(request, CASES), "shm")
+    return errors_of(run, chosen(request, CASES), "shm")
 
 
 @pytest.fixture(scope="module")
 def errors_over_nccl(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     """Run some over NCCL, whose operations have streams of their own."""
-    return _run(chosen(request, OVER_NCCL), "simulated_nccl")
+    return errors_of(run, chosen(request, OVER_NCCL), "simulated_nccl")
 
 
 @pytest.mark.needs("engine")
