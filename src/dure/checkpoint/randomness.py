@@ -26,8 +26,9 @@ def random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    kind, module = _accelerator()
+    if module is not None and module.is_initialized():
+        state[kind] = module.get_rng_state().numpy().tobytes()
     return state
 
 
@@ -36,8 +37,19 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(_tensor(state["torch"]))
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    kind, module = _accelerator()
+    if module is not None and kind in state:
+        module.set_rng_state(_tensor(state[kind]))
+
+
+def _accelerator() -> tuple[str, Any]:
+    """Return the type of this rank's accelerator, and torch's module for it; None without one."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return "", None
+    module: Any = torch.get_device_module(device)  # Any: torch.cuda and modules like it
+    has_generator = all(hasattr(module, n) for n in ("is_initialized", "get_rng_state"))
+    return device.type, module if has_generator else None
 
 
 def seed_new_rank(first: dict[str, Any], rank: int) -> None:

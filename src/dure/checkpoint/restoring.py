@@ -27,6 +27,7 @@ from dure.checkpoint.objects import bare, few, is_stateful, own_state
 from dure.checkpoint.slice_files import Slice, SliceFile, Stored
 from dure.checkpoint.slices import Box, Piece, pieces_of
 from dure.checkpoint.tree import Leaf, Named, decode, entries_of, flatten, put
+from dure.comm.streams import in_streams_of_caller
 from dure.errors import CheckpointError, CheckpointMismatch
 from dure.tensor import DTensor
 
@@ -281,8 +282,9 @@ def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: in
             file = SliceFile(path / name, record, len(files) < _MOST_OPEN, num_wanted)
             files[number] = file
             file.compare([(read.part, read.stored) for read in these], catalog.kinds)
+        work_here = in_streams_of_caller(work, (read.to for read in reads))
         with ThreadPoolExecutor() as pool:
-            others = [pool.submit(work) for _ in range(num_threads - 1)]
+            others = [pool.submit(work_here) for _ in range(num_threads - 1)]
             work()
         for other in others:
             other.result()
