@@ -42,7 +42,6 @@ NAMES_CUDA = {
     "comm/gpus.py": "asks which GPUs there are: the choice of NCCL",
     "comm/queries.py": "asks whether NCCL can run",
     "comm/backends/torch_engine.py": "NCCL itself",
-    "checkpoint/randomness.py": "the state that is saved has this name",
     "launch/functions.py": "asks whether CUDA was used before a fork",
     "mesh/device_mesh.py": "chooses a GPU for a mesh of cuda, as torch does",
     "parallel/amp/scaler.py": "the default device, as torch's",
