@@ -18,7 +18,7 @@ from dure.store.builds import own_build
 from dure.store.identity import myself
 
 TITLE = "a process joins a world of RPC with dynamic membership"
-RANKS = (16, 256, 512)
+RANKS = (16, 256, 1000)
 
 
 def measure(ranks: int) -> dict[str, float]:

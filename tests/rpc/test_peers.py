@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import subprocess
 import threading
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -135,6 +136,29 @@ def test_who_joins_is_told_of_those_that_are_gone() -> None:
     ]
     a.close()
     c.close()
+
+
+def test_after_the_highest_id_the_lowest_free_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "MOST_IDS", 4)
+    store = HashStore()
+    assert [Peers.join(store, peer(name, id)).own_id for name, id in [("a", 1), ("b", 3)]] == [1, 3]
+    assert [Peers.join(store, peer(name)).own_id for name in "cd"] == [0, 2]
+    with pytest.raises(RendezvousError, match="all ids were used"):
+        Peers.join(store, peer("e"))
+
+
+def test_memory_to_grant_a_request_does_not_grow_with_the_ids_that_exist() -> None:
+    store = HashStore()
+    Peers.join(store, peer("a"))
+    b = Peers.join(store, peer("b"))
+    tracemalloc.start()
+    try:
+        requests = [peers_module._Request(peer("c"), "token")]
+        (granted,) = b._granted(requests[0], requests)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 10  # 65,536 numbers take 2 MiB
+    finally:
+        tracemalloc.stop()
+    assert granted.peer.id == 2
 
 
 class SpyStore(HashStore):

@@ -17,8 +17,8 @@ More keys save requests, and may be wrong:
   process that joins reads that many events in one request. It finds the others, if a writer died
   before it raised the count, when it tries to write.
 - `requests/N` are *requests* to join with event N. A process adds its own request. The first one
-  reads all, and writes one event for all of them. The others wait for it, but not for long, because
-  the first one may have died, and then write the event themselves. So of 1,000 processes that join
+  lets others arrive, reads all, and writes one event for all of them. The others wait for it, but
+  not for long, because the first one may have died, and then write the event themselves. So of 1,000 processes that join
   at once, each tries a few times, not 1,000 times. Requests that the written event does not contain
   are repeated by their processes, with the next number.
 
@@ -60,6 +60,8 @@ _LOOK_S = 0.1
 _PAUSE_S = 0.01
 """How long, at most, a process that has to request again lets other requests arrive first; twice as
 long each time, up to `_LOOK_S`, so that few events are written if many processes join at once."""
+_GATHER_S = 0.5
+"""How long, at most, it lets them arrive while they do; less than `_PATIENCE`."""
 _PATIENCE = timedelta(seconds=1)
 """How long a process waits for the event that another should write for it."""
 _COUNT_TRIES = 3
@@ -322,15 +324,25 @@ class Peers:
         self._requested = self._next
         self._store.append(key, _request_line(own) + b"\n")
         if self._store.add(f"{key}/count", 1) == 1:
-            time.sleep(pause_s)
+            requests = self._requests_of(key, pause_s)
         else:
             with suppress(StoreTimeout):
                 self._store.wait([event], _PATIENCE)
                 self._read()
                 return self.own_id >= 0
-        requests = _read_requests(self._store.get(key))
+            requests = _read_requests(self._store.get(key))
         self._write(_Event(joined=self._granted(own, requests)))
         return self.own_id >= 0
+
+    def _requests_of(self, key: str, pause_s: float) -> list[_Request]:
+        """Return the requests when no more come for `pause_s`, or after `_GATHER_S`."""
+        end, seen = time.monotonic() + _GATHER_S, 1
+        while True:
+            time.sleep(pause_s)
+            requests = _read_requests(self._store.get(key))
+            if len(requests) <= seen or pause_s == 0 or time.monotonic() >= end:
+                return requests
+            seen = len(requests)
 
     def _granted(self, own: _Request, requests: Iterable[_Request]) -> tuple[_Request, ...]:
         """Return the requests that can be granted, with their ids; this process's is the first.
@@ -339,15 +351,17 @@ class Peers:
         """
         names, ids = {peer.name for peer in self.all()}, set[int]()
         granted: list[_Request] = []
+        highest = self._highest
         for request in (own, *requests):
             peer = request.peer
             if peer.name in names or peer.build != own.peer.build:
                 continue
-            id = self._free_id(peer.id, ids)
+            id = self._free_id(peer.id, highest, ids)
             if id is None:
                 break
             names.add(peer.name)
             ids.add(id)
+            highest = max(highest, id)
             granted.append(_Request(msgspec.structs.replace(peer, id=id), request.token))
         if granted:
             return tuple(granted)
@@ -357,17 +371,23 @@ class Peers:
             fix="Start a new world, with another `init_method` or store.",
         )
 
-    def _free_id(self, wanted: int, granted: set[int]) -> int | None:
-        """Return the wanted id if it is free, else another, None if all were used; -1 for any."""
+    def _free_id(self, wanted: int, highest: int, granted: set[int]) -> int | None:
+        """Return the wanted id if it is free, else another, None if all were used.
+
+        Args:
+            wanted: -1 for any.
+            highest: The highest id of a process and of `granted`.
+            granted: Ids that the next event gives.
+        """
 
         def is_free(id: int) -> bool:
             return not (id in self._by_id or id in self._gone or id in granted)
 
         if wanted >= 0 and is_free(wanted):
             return wanted
-        highest = max(self._highest, max(granted, default=-1))
-        candidates = (highest + 1, *range(MOST_IDS))  # the first may be too large
-        return next((id for id in candidates if id < MOST_IDS and is_free(id)), None)
+        if highest + 1 < MOST_IDS:
+            return highest + 1
+        return next(filter(is_free, range(MOST_IDS)), None)
 
     # --- the log -----------------------------------------------------------------------------
 
