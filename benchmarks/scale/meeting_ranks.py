@@ -1,4 +1,4 @@
-"""Some of the ranks of row 1, which meet in a store server on loopback: `NUM FIRST WORLD_SIZE PORT`.
+"""Some ranks of row 1, which meet in a store server on loopback: `NUM FIRST WORLD_SIZE PORT`.
 
 Each rank is a thread with a connection of its own. The process prints a line when it is ready,
 starts its ranks at a line of its input, and prints the time when the last of them has met the

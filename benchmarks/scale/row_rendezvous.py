@@ -6,8 +6,8 @@ requests that waiting ranks repeat are counted, too. A job of one rank comes fir
 what a process imports once.
 
 Then as many ranks meet in a store server on loopback, from `PROCESSES` processes: each rank
-connects to the server, with its handshake of keys, and meets the others. Neither imports nor starts of
-processes are in that time.
+connects to the server, with its handshake of keys, and meets the others. Imports and starts of
+processes are not in that time.
 """
 
 from __future__ import annotations
