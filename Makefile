@@ -22,7 +22,7 @@ NATIVE_SOURCES := CMakeLists.txt src/dure/version.py scripts/build_version.py $(
 SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md SECURITY.md Makefile pyproject.toml \
     docs csrc $(PYTHON_TREES)
 
-.PHONY: help demo test drill stress mutants kills clients pictures docs native-build native-test lint format wheel wheel-pure \
+.PHONY: help demo test drill stress mutants kills clients stores pictures docs native-build native-test lint format wheel wheel-pure \
     wheel-test setup clean
 
 help: ## show this list
@@ -53,6 +53,12 @@ clients: ## compare programs of Hugging Face, Lightning, ignite and others with 
 	@$(MAKE) --no-print-directory VENV=build/clients build/clients/stamps/package
 	@build/clients/bin/python -m pip install --quiet -c constraints.txt -r tests/clients/requirements.txt
 	@build/clients/bin/python -m tests.clients $(CLIENTS)
+
+stores: ## try checkpoints at URLs with a server that stands for S3
+	@$(MAKE) --no-print-directory VENV=build/stores build/stores/stamps/package build/stores/stamps/test
+	@build/stores/bin/python -m pip install --quiet -c constraints.txt -r tests/checkpoint/stores.txt
+	@build/stores/bin/python -c 'import moto.server, s3fs' # without them the tests would be skipped
+	@build/stores/bin/python -m pytest -q tests/checkpoint/procs/test_s3.py
 
 native-build: $(STAMPS)/venv ## build the C++ tests, plain and under the sanitizers, or NATIVE="plain thread"
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test --build $(NATIVE)

@@ -95,6 +95,11 @@ def _has(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+def _s3() -> str:
+    missing = [name for name in ("s3fs", "moto", "flask") if not _has(name)]
+    return f"not installed: {', '.join(missing)} (`make stores` has them)" if missing else ""
+
+
 NEEDS: dict[str, Callable[[], str]] = {
     "engine": _engine,
     "root": _root,
@@ -111,6 +116,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "ClusterShell": _cluster_shell,
     "clients": _clients,
     "OpenTelemetry": _opentelemetry,
+    "S3": _s3,
 }
 
 

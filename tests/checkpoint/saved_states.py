@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from dure.checkpoint import load, save
+from dure.checkpoint.fsspec_path import FsspecPath
 from dure.tensor import DTensor, Shard, distribute_tensor, init_device_mesh, zeros
 
+Where = Path | FsspecPath
 SHAPE = (7, 5)  # divides by none of the worlds
 
 
@@ -23,7 +25,11 @@ def counted(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def save_one(
-    rank: int, folder: Path, sizes: Any, placements: Any, shape: tuple[int, ...] = SHAPE
+    rank: int,
+    folder: Where,
+    sizes: Any,
+    placements: Any,
+    shape: tuple[int, ...] = SHAPE,
 ) -> None:
     """Save `w` on a mesh."""
     mesh = init_device_mesh("cpu", sizes)
@@ -31,7 +37,11 @@ def save_one(
 
 
 def load_one(
-    rank: int, folder: Path, sizes: Any, placements: Any, shape: tuple[int, ...] = SHAPE
+    rank: int,
+    folder: Where,
+    sizes: Any,
+    placements: Any,
+    shape: tuple[int, ...] = SHAPE,
 ) -> tuple[int, int]:
     """Load `w` on a mesh, in place; return the bytes that were read, and those of the part."""
     mesh = init_device_mesh("cpu", sizes)

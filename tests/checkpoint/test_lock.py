@@ -27,7 +27,7 @@ def shared(monkeypatch):
 
 def _record(folder, process=FAR, age_s=0.0):
     path = folder / ".lock"
-    path.write_bytes(msgspec.json.encode(lock._Record("their job", process)))
+    path.write_bytes(msgspec.json.encode(lock.LockRecord("their job", process)))
     at = path.stat().st_mtime - age_s
     os.utime(path, (at, at))
 

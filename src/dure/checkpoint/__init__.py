@@ -6,6 +6,7 @@ copies); `tree` (state without pickle, and its names), `slices` (each rank's ele
 (each rank's writes), `files`, `slice_files`, `runs`, `contents` and `catalog` (places in files),
 `reading` (all of it), `agreement` (all ranks or none), `weight_folder` (Hugging Face's). `planned`
 calls custom planners and storages (`planner`, `storage`), with the readers of `file_storages`.
+Files are opened, written and committed by `file_systems`: local ones, or those of a store.
 
 `Checkpointer` saves a data-parallel run with them and resumes it (`resuming`). Besides: `folder`
 (names and the atomic commit), `objects` (modules, optimizers and the rest), `randomness`.
@@ -27,6 +28,7 @@ from dure.checkpoint.file_storages import (
     HuggingFaceStorageWriter,
     QuantizedHuggingFaceStorageReader,
 )
+from dure.checkpoint.fsspec_path import FsspecPath
 from dure.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -72,6 +74,7 @@ __all__ = [
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "FsspecPath",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
     "LoadPlan",

@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from dure.checkpoint.agreement import Ranks
+from dure.checkpoint.file_systems import file_system_of
 from dure.checkpoint.folder import Folder
+from dure.checkpoint.fsspec_path import AnyPath
+from dure.checkpoint.lock import prepare_end
 from dure.checkpoint.metadata import Metadata, read_later
 from dure.checkpoint.planned import taken_of
 from dure.checkpoint.planner import SavePlanner
@@ -68,7 +70,7 @@ class Background:
 
     def save(
         self,
-        path: Path,
+        path: AnyPath,
         state_dict: Mapping[str, Any],
         replace: bool,
         stager: AsyncStager | None,
@@ -109,19 +111,20 @@ class Background:
             finally:
                 folder.release()
 
+        prepare_end(path)
         outcome = AsyncSaveResponse()
         outcome.start(run, "dure-save", self._groups, _subject(path))
         self._last = outcome
         return outcome
 
 
-def wait_for_saves(path: Path) -> None:
+def wait_for_saves(path: AnyPath) -> None:
     """Wait for this rank's saves in the background into a folder: one at a time may save there."""
     wait_for_tasks(_subject(path))
 
 
-def _subject(path: Path) -> tuple[str, str]:
-    return "save", os.path.realpath(path)
+def _subject(path: AnyPath) -> tuple[str, str]:
+    return "save", file_system_of(path).key(path)
 
 
 _alone: WeakKeyDictionary[World, Background] = WeakKeyDictionary()

@@ -41,19 +41,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NamedTuple, cast, overload
 
 import numpy as np
 
 from dure.checkpoint.contents import Catalog, Columns, StoredFile, columns_of
-from dure.checkpoint.files import open_file, read_file, readable, too_new
-from dure.checkpoint.folder import Unflushed, check_link, flush, remove_hidden, replace_file
+from dure.checkpoint.file_systems import file_system_of, names_in, open_file, read_file
+from dure.checkpoint.files import MANIFEST, readable, too_new
+from dure.checkpoint.fsspec_path import AnyPath
+from dure.checkpoint.local_files import Unflushed
 from dure.checkpoint.runs import column_of, runs_of
 from dure.checkpoint.slice_files import FileLayout, FileRecord, Slice, TensorKind, file_id
 from dure.checkpoint.slices import Box
@@ -84,7 +84,7 @@ __all__ = [
     "sealed",
 ]
 
-NAME = "manifest.json"
+NAME = MANIFEST
 FORMAT, VERSION, _NEEDS = "dure checkpoint", 4, "dure>=0.2"
 _OLDEST, _COLUMNS = 2, 4
 _FIELDS = ("offsets", "sizes", "files", "begins", "places")
@@ -132,17 +132,18 @@ def part_name(number: int, rank: int) -> str:
     return f"part-{number:06d}-{rank:05d}.safetensors"
 
 
-def next_number(folder: Path) -> int:
+def next_number(folder: AnyPath) -> int:
     """Return a number of which the folder has no file.
 
     Raises:
         OSError: The folder cannot be read.
     """
-    found = [_PART.fullmatch(name) for name in os.listdir(folder)]
-    return max((int(m[1]) for m in found if m), default=0) + 1
+    found = [_PART.fullmatch(name) for name in names_in(folder)]
+    last = max((int(m[1]) for m in found if m), default=0)
+    return file_system_of(folder).number_after(last)
 
 
-def clear(folder: Path) -> None:
+def clear(folder: AnyPath) -> None:
     """Remove what killed saves left: files that the manifest does not name.
 
     If the manifest cannot be used, nothing is removed, so that a person can look at the folder.
@@ -150,22 +151,23 @@ def clear(folder: Path) -> None:
     Raises:
         OSError: The folder cannot be read or flushed.
     """
-    remove_hidden(folder / NAME)
-    names = os.listdir(folder)
+    files = file_system_of(folder)
+    files.remove_hidden(folder / NAME)
+    names = files.names(folder)
     numbers = {int(found[1]) for found in map(_PART.fullmatch, names) if found}
     if NAME in names and len(numbers) < 2:  # all files that a manifest names are of one save
         return
     kept = _named(folder)
     if numbers and kept is not None:
-        flush(folder)  # the manifest is durable before the files of the previous one are removed
+        files.flush(folder)  # the manifest is durable before files of the previous one are removed
         remove(folder, keep=kept)
 
 
-def clear_save(folder: Path, number: int) -> None:
+def clear_save(folder: AnyPath, number: int) -> None:
     """Remove what a save that failed has written.
 
-    The rename of its manifest may have taken effect and be reported as an error (`folder.rename`).
-    So the manifest is read: its files are kept, and all files if it cannot be used.
+    The rename of its manifest, or its upload, may have taken effect and be reported as an error. So
+    the manifest is read: its files are kept, and all files if it cannot be used.
 
     Raises:
         OSError: The folder cannot be read.
@@ -175,13 +177,13 @@ def clear_save(folder: Path, number: int) -> None:
         remove(folder, keep=kept, number=number)
 
 
-def _named(folder: Path) -> Mapping[str, Any] | None:
+def _named(folder: AnyPath) -> Mapping[str, Any] | None:
     """Return the names of files in the manifest of a folder; None: it cannot be used.
 
     Raises:
         OSError: The folder cannot be read.
     """
-    if NAME not in os.listdir(folder) and not os.path.lexists(folder / NAME):
+    if NAME not in names_in(folder) and not _has(folder / NAME):
         return {}
     try:
         return dict.fromkeys(file.name for file in catalog_of(folder).files)
@@ -189,16 +191,24 @@ def _named(folder: Path) -> Mapping[str, Any] | None:
         return None
 
 
+def _has(path: AnyPath) -> bool:
+    try:
+        file_system_of(path).size(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def publish(
-    folder: Path, manifest: Manifest, check: Callable[[], object] = lambda: None
+    folder: AnyPath, manifest: Manifest, check: Callable[[], object] = lambda: None
 ) -> Published:
     """Make `manifest` that of the folder, durably; then remove the files that it does not name.
 
     Args:
         folder: The folder.
         manifest: Of the new checkpoint.
-        check: Called at first, and right before the manifest is put in place; an error of it
-            prevents that.
+        check: Called at first, right before the manifest is put in place, and before files are
+            removed; an error of it prevents that.
 
     Raises:
         CheckpointNotWritten: This rank does not find a file that another rank wrote.
@@ -210,29 +220,29 @@ def publish(
     text = sealed(manifest)
     digest = bytes(text[len(_HEAD) : len(_HEAD) + _DIGEST_BYTES])
     try:
-        replace_file(folder / NAME, text, check)
+        file_system_of(folder).replace(folder / NAME, text, check)
     except Unflushed as e:
         return Published(digest, e)
     with suppress(OSError):
-        remove(folder, keep=files)
+        remove(folder, keep=files, check=check)
     return Published(digest, None)
 
 
-def _check_seen(folder: Path, files: Mapping[str, int]) -> None:
+def _check_seen(folder: AnyPath, files: Mapping[str, int]) -> None:
     """Look for the files of all ranks: each host may have the folder on its own disk."""
     for file, num_bytes in files.items():
         try:
-            size = (folder / file).lstat().st_size
+            size = file_system_of(folder).size(folder / file)
         except FileNotFoundError:
             size = None
-            if file in os.listdir(folder):  # makes a network file system read the folder again
-                size = (folder / file).lstat().st_size
+            if file in names_in(folder):  # makes a network file system read the folder again
+                size = file_system_of(folder).size(folder / file)
         if size != num_bytes:
             found = "is absent" if size is None else f"has {size} bytes, not {num_bytes}"
             raise not_shared(folder, f"{file}, which a rank has written, {found} on rank 0")
 
 
-def not_shared(folder: Path, seen: str) -> CheckpointNotWritten:
+def not_shared(folder: AnyPath, seen: str) -> CheckpointNotWritten:
     """Return the error for ranks that do not see the same folder."""
     return CheckpointNotWritten(
         "the ranks do not see the same folder",
@@ -243,19 +253,34 @@ def not_shared(folder: Path, seen: str) -> CheckpointNotWritten:
 
 
 def remove(
-    folder: Path, keep: Any = (), number: int | None = None, rank: int | None = None
+    folder: AnyPath,
+    keep: Any = (),
+    number: int | None = None,
+    rank: int | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> None:
-    """Remove files of slices that are not in `keep`; of one save, or of one rank, if given."""
-    for name in os.listdir(folder):
-        found = _PART.fullmatch(name)
-        if not found or name in keep:
-            continue
-        if number in (None, int(found[1])) and rank in (None, int(found[2])):
+    """Remove files of slices.
+
+    Args:
+        folder: The folder.
+        keep: Names of files that stay.
+        number: Of the save whose files are removed; None: of all.
+        rank: The rank whose files are removed; None: of all.
+        check: Called when the files are known, before any is removed; an error of it prevents that.
+            A job that has taken over by then may have added files before they were listed.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    found = {name: _PART.fullmatch(name) for name in names_in(folder) if name not in keep}
+    check()
+    for name, match in found.items():
+        if match and number in (None, int(match[1])) and rank in (None, int(match[2])):
             with suppress(OSError):
                 (folder / name).unlink()
 
 
-def catalog_of(folder: Path) -> Catalog:
+def catalog_of(folder: AnyPath) -> Catalog:
     """Read the manifest of a folder and check that it is consistent. No other file is read.
 
     Raises:
@@ -267,7 +292,7 @@ def catalog_of(folder: Path) -> Catalog:
         try:
             content = read_file(folder / NAME)
         except FileNotFoundError:
-            check_link(folder)
+            file_system_of(folder).check_link(folder)
             raise Unreadable(_why_none(folder)) from None
         except NotAFile as e:
             raise Unreadable(f"{NAME} cannot be read: {e.strerror}") from None
@@ -277,24 +302,25 @@ def catalog_of(folder: Path) -> Catalog:
 class HeldManifest:
     """The manifest that a save has written, which can be read after later saves have replaced it.
 
-    Up to 64 KiB are read at once. A longer file is kept open until this object is freed.
+    Up to 64 KiB are read at once. A longer file is kept open until this object is freed. A store
+    keeps no file open: there a longer manifest can be read until a later save replaces it.
 
     Args:
         folder: The folder.
         digest: That of the manifest.
     """
 
-    def __init__(self, folder: Path, digest: bytes) -> None:
+    def __init__(self, folder: AnyPath, digest: bytes) -> None:
         self._folder, self._digest = folder, digest
-        self._begin, self._descriptor = b"", None
+        self._begin, self._file = b"", None
         with suppress(OSError):
-            descriptor = open_file(folder / NAME)
-            close = weakref.finalize(self, os.close, descriptor)
+            file = open_file(folder / NAME)
+            close = weakref.finalize(self, file.close)
             close.atexit = False
-            self._begin, self._descriptor = os.pread(descriptor, _HELD_BYTES, 0), descriptor
+            self._begin, self._file = file.read(0, _HELD_BYTES), file
             if len(self._begin) < _HELD_BYTES:
                 close()
-                self._descriptor = None
+                self._file = None
 
     def catalog(self) -> Catalog:
         """Return what the manifest has.
@@ -302,23 +328,22 @@ class HeldManifest:
         Raises:
             CheckpointError: This rank did not see it when it was written, or it cannot be read now.
         """
-        if not self._begin.startswith(_HEAD + self._digest):
-            raise CheckpointError(
-                "what was saved cannot be read",
-                path=str(self._folder),
-                seen=f"after the save {NAME} was not the one that was written: {self._folder}",
-                fix="Read the folder with FileSystemReader(folder).read_metadata().",
-            )
-        content = bytearray(self._begin)
         with _refused(self._folder), readable(self._folder / NAME):
-            if self._descriptor is not None:
-                while data := os.pread(self._descriptor, 1 << 20, len(content)):
-                    content += data
-            return _parsed(self._folder, bytes(content))
+            content, file = self._begin, self._file
+            if file is not None and content.startswith(_HEAD + self._digest):
+                content = file.read(0, file.num_bytes())
+            if not content.startswith(_HEAD + self._digest):
+                raise CheckpointError(
+                    "what was saved cannot be read",
+                    path=str(self._folder),
+                    seen=f"after the save {NAME} was not the one that was written: {self._folder}",
+                    fix="Read the folder with FileSystemReader(folder).read_metadata().",
+                )
+            return _parsed(self._folder, content)
 
 
 @contextmanager
-def _refused(folder: Path) -> Iterator[None]:
+def _refused(folder: AnyPath) -> Iterator[None]:
     """Convert `Unreadable` to CheckpointDamaged."""
     try:
         yield
@@ -331,7 +356,7 @@ def _refused(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _parsed(folder: Path, content: bytes) -> Catalog:
+def _parsed(folder: AnyPath, content: bytes) -> Catalog:
     try:
         text, digest = _unsealed(content)
         fields = cast(dict[str, Any], parse_json(text))
@@ -343,14 +368,15 @@ def _parsed(folder: Path, content: bytes) -> Catalog:
         raise Unreadable(f"{NAME} has another form: {type(e).__name__}: {e}") from None
 
 
-def _why_none(folder: Path) -> str:
+def _why_none(folder: AnyPath) -> str:
     """Return why there is no manifest in a folder."""
     if not folder.exists():
         return "there is no such folder"
-    inner = sorted(path.parent.name for path in folder.glob(f"*/{NAME}"))
+    names = names_in(folder)
+    inner = sorted(name for name in names if (folder / name / NAME).exists())
     if inner:
         return f"the folder has checkpoints in it: name one of them, such as {folder / inner[-1]}"
-    if not any(folder.iterdir()):
+    if not names:
         return "the folder is empty"
     if (folder / ".metadata").exists():
         return (
@@ -404,7 +430,7 @@ def _digest(sealed: memoryview) -> bytes:
     return hashlib.sha256(sealed).hexdigest().encode()
 
 
-def _check_version(folder: Path, fields: dict[str, Any]) -> None:
+def _check_version(folder: AnyPath, fields: dict[str, Any]) -> None:
     name, version = fields.get("format"), fields.get("version")
     if name == FORMAT and type(version) is int and version > VERSION:
         raise too_new(folder, f"{NAME} is of format {version}", VERSION, fields.get("needs"))
@@ -415,7 +441,7 @@ def _check_version(folder: Path, fields: dict[str, Any]) -> None:
         )
 
 
-def _catalog(folder: Path, fields: dict[str, Any], digest: bytes) -> Catalog:
+def _catalog(folder: AnyPath, fields: dict[str, Any], digest: bytes) -> Catalog:
     tensors, tree = cast(dict[str, dict[str, Any]], fields["tensors"]), fields["state"]
     kinds = {name: _kind(name, tensor) for name, tensor in tensors.items()}
     if not isinstance(tree, dict):

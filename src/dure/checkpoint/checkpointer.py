@@ -20,14 +20,17 @@ from __future__ import annotations
 
 import errno
 import operator
+import os
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.background import wait_for_saves
-from dure.checkpoint.folder import Folder, Place, Unflushed
-from dure.checkpoint.lock import note_job
+from dure.checkpoint.folder import Folder, Place
+from dure.checkpoint.fsspec_path import AnyPath, FsspecPath, path_of
+from dure.checkpoint.local_files import Unflushed
+from dure.checkpoint.lock_records import note_job
 from dure.checkpoint.objects import PerRank, Positioned, is_sharded, state_of
 from dure.checkpoint.randomness import random_state
 from dure.checkpoint.replicas import ReplicaRule, rule_of
@@ -63,7 +66,7 @@ class Saved:
     """
 
     step: int
-    path: Path
+    path: Path | FsspecPath
     world_size: int
     num_bytes: int
 
@@ -79,9 +82,10 @@ class Checkpointer:
     ranks are always included.
 
     Args:
-        folder: Where the checkpoints are; made if absent. All ranks must see the same folder. One
-            job at a time may save there: from its first save on it holds a lock on the folder,
-            until this object or the process ends, however that ends. Any job may load.
+        folder: Where the checkpoints are, a path or a URL of fsspec; made if absent. All ranks
+            must see the same folder. One job at a time may save there: from its first save on it
+            holds a lock on the folder, until this object or the process ends, however that ends.
+            Any job may load.
         keep: How many checkpoints to keep; None: all.
         process_group: The ranks that save and load together; None: the default group at the time
             of the call, or this process alone if there is none then.
@@ -98,7 +102,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | os.PathLike[str],
         keep: int | None = 3,
         process_group: ProcessGroup | None = None,
         sharded: bool = False,
@@ -111,7 +115,7 @@ class Checkpointer:
             )
         self.keep, self.sharded = keep, sharded
         self.refused: dict[str, str] = {}
-        self._folder = Folder(Path(folder).absolute(), for_job=True)
+        self._folder = Folder(path_of(folder), for_job=True)
         self._process_group = process_group
         _ = self._ranks  # refuses what is no group
 
@@ -121,7 +125,7 @@ class Checkpointer:
         return Ranks(self._process_group)
 
     @recorded("dure.checkpoint.save")
-    def save(self, step: SupportsIndex, /, **objects: Any) -> Path:
+    def save(self, step: SupportsIndex, /, **objects: Any) -> Path | FsspecPath:
         """Save `objects` as they are after `step`; return where.
 
         Returns when the checkpoint is on the disk, on all ranks.
@@ -142,13 +146,13 @@ class Checkpointer:
         if reserved:
             raise UsageError("an object has a name that is taken", seen=min(reserved))
 
-        def begin() -> tuple[Path, str] | None:
+        def begin() -> tuple[AnyPath, str] | None:
             if ranks.rank != 0:
                 self._folder.give_up()
                 return None
             return self._folder.begin(number), self._folder.job
 
-        def commit() -> Path:
+        def commit() -> AnyPath:
             path = self._folder.commit(made)
             self._prune()
             return path
@@ -284,7 +288,7 @@ class Checkpointer:
                 "there is no valid checkpoint" + ("" if step is None else f" of step {step}"),
                 path=str(self._folder.path),
                 refused=dict(self.refused),
-                seen="; ".join(f"{Path(p).name}: {why}" for p, why in self.refused.items()),
+                seen="; ".join(f"{PurePath(p).name}: {why}" for p, why in self.refused.items()),
                 fix=f"Remove {self._folder.path} to begin from the start.",
             )
         if step is not None:

@@ -11,12 +11,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dure.checkpoint.files import damaged
+from dure.checkpoint.fsspec_path import AnyPath
 from dure.checkpoint.runs import Runs, column_of
 from dure.checkpoint.slice_files import FileRecord, Slice, Stored, TensorKind
 from dure.checkpoint.slices import Box, fault_of_boxes, fault_of_cover, full_box
@@ -169,7 +169,7 @@ def _meeting(text: str, box: Box) -> list[int]:
 class Catalog:
     """What a checkpoint consists of."""
 
-    folder: Path
+    folder: AnyPath
     tree: Any
     """The state as `tree.encode` makes it. In it are tensors' names, some maybe in two places."""
     kinds: dict[str, TensorKind]

@@ -18,6 +18,7 @@ from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import NAME, catalog_of
 from dure.checkpoint.contents import Catalog, leaves_of
 from dure.checkpoint.format_utils import read_torch_file, write_torch_file
+from dure.checkpoint.fsspec_path import AnyPath, local_path, path_of
 from dure.checkpoint.metadata import TensorStorageMetadata
 from dure.checkpoint.objects import own_state
 from dure.checkpoint.planner import box_of
@@ -49,16 +50,17 @@ def convert(
     """Write a checkpoint in another form, in this process alone.
 
     Args:
-        source: A folder of `save`, of `torch.distributed.checkpoint`, or of weights
-            (safetensors); or a file of `torch.save`. Which of them is found out.
-        target: The folder, or with "torch" the file, that is written.
+        source: A folder, or the URL of one, of `save`, of `torch.distributed.checkpoint`, or of
+            weights (safetensors); or a local file of `torch.save`. Which of them is found out.
+        target: The folder, or with "torch" the file, that is written. With "dure" it may be a URL.
         to: "dure": a folder that `load` reads; "safetensors": a folder of weights as Hugging Face
             stores them, for tensors only; "torch": one file of `torch.save`; "distcp": a folder
             that `torch.distributed.checkpoint` loads, which must have no checkpoint yet.
         overwrite: Whether what is at `target` may be replaced.
 
     Raises:
-        UsageError: `to` is none of these; `target` is taken; values among weights.
+        UsageError: `to` is none of these; `target` is taken, or it is a URL and `to` is not "dure";
+            values among weights.
         CheckpointError: `source` is none of these, or damaged, or would run code. The target is as
             it was.
 
@@ -76,24 +78,25 @@ def convert(
     """
     if to not in FORMATS:
         raise UsageError("a checkpoint cannot be written so", seen=f"to={to!r}", fix=f"{FORMATS}")
-    source, target = Path(source).absolute(), Path(target).absolute()
+    source, target = path_of(source), path_of(target)
+    local = Path() if to == "dure" else local_path(target, f"a target of form {to!r}")
     taken, alone = _taken_from(source), Ranks(None, alone=True)
     if to == "torch":
         _require_free(target, target.exists() and not overwrite)
-        write_torch_file(target, decode(taken.tree, cache(lambda name: _full(taken, name))))
+        write_torch_file(local, decode(taken.tree, cache(lambda name: _full(taken, name))))
         return
     _require_free(target, is_torch_folder(target))
     if to == "dure":
         _require_free(target, (target / NAME).exists() and not overwrite)
         save_into(target, taken, alone)
     elif to == "safetensors":
-        save_weights(target, taken, alone, {}, MAX_FILE_BYTES, overwrite)
+        save_weights(local, taken, alone, {}, MAX_FILE_BYTES, overwrite)
     else:
         _require_free(target, (target / NAME).exists())
-        write_torch_folder(target, taken, leaves_of(taken.tree))
+        write_torch_folder(local, taken, leaves_of(taken.tree))
 
 
-def _require_free(target: Path, taken: bool) -> None:
+def _require_free(target: AnyPath, taken: bool) -> None:
     if taken:
         raise UsageError(
             "there is something at the target already",
@@ -103,14 +106,15 @@ def _require_free(target: Path, taken: bool) -> None:
         )
 
 
-def _taken_from(source: Path) -> Taken:
+def _taken_from(source: AnyPath) -> Taken:
     """Return what is at a path.
 
     Raises:
         CheckpointError: Nothing that can be used.
     """
     if source.is_file():
-        state = {key: own_state(value) for key, value in read_torch_file(source).items()}
+        file = local_path(source, "a file of torch.save")
+        state = {key: own_state(value) for key, value in read_torch_file(file).items()}
         return take(state, frozenset())
     if is_torch_folder(source):
         return _taken_from_torch(TorchFolder(source), source)
@@ -119,7 +123,7 @@ def _taken_from(source: Path) -> Taken:
     return _taken_from_catalog(source, catalog_of(source))
 
 
-def _taken_from_catalog(folder: Path, catalog: Catalog) -> Taken:
+def _taken_from_catalog(folder: AnyPath, catalog: Catalog) -> Taken:
     def read(part: Slice) -> torch.Tensor:
         dtype = catalog.kinds[part.name].torch_dtype
         tensor = torch.empty(part.box.sizes, dtype=dtype, device="cpu")
@@ -131,7 +135,7 @@ def _taken_from_catalog(folder: Path, catalog: Catalog) -> Taken:
     return Taken(offer, OnDemand(read), catalog.tree)
 
 
-def _taken_from_torch(theirs: TorchFolder, folder: Path) -> Taken:
+def _taken_from_torch(theirs: TorchFolder, folder: AnyPath) -> Taken:
     names = theirs.metadata.state_dict_metadata
     offer: Offer = {}
     leaves: dict[str, Any] = {}

@@ -18,6 +18,7 @@ import torch
 
 from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.contents import Catalog
+from dure.checkpoint.fsspec_path import AnyPath, path_of
 from dure.checkpoint.metadata import Metadata, metadata_of
 from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, bytes_of_value
 from dure.checkpoint.restoring import Read, read_slices, reads_of, was_written
@@ -42,22 +43,25 @@ __all__ = [
 Where = str | os.PathLike[str]
 
 
-def folder_of(where: Where | None, op: str) -> Path:
-    """Return a folder's absolute path; UsageError if there is none, or it is a URL."""
+def folder_of(where: Where | None, op: str) -> AnyPath:
+    """Return a folder's absolute path, or its path in a store; UsageError if there is none."""
     if where is None:
         raise UsageError(f"{op} needs a folder", fix="Give it as checkpoint_id.")
-    if _is_url(where):
-        raise UsageError("a checkpoint is in a folder, not at a URL", seen=f"{where}")
-    return Path(where).absolute()
+    return path_of(where)
 
 
 def absolute(where: Where) -> Where:
     """Make a folder's path absolute, as the program may change its working directory later."""
-    return where if _is_url(where) else Path(where).absolute()
+    return where if "://" in os.fspath(where) else Path(where).absolute()
 
 
-def _is_url(where: Where) -> bool:
-    return "://" in os.fspath(where)
+def _can_be_folder(where: Where) -> bool:
+    """Return whether a path or URL can be used on this machine."""
+    try:
+        path_of(where)
+    except (UsageError, OSError):
+        return False
+    return True
 
 
 class SerializationFormat(Enum):
@@ -118,7 +122,7 @@ class FileSystemWriter:
         Args:
             checkpoint_id: A path, or a URL.
         """
-        return not _is_url(checkpoint_id)
+        return _can_be_folder(checkpoint_id)
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ class HuggingFaceStorageWriter:
         Args:
             checkpoint_id: A path, or a URL.
         """
-        return not _is_url(checkpoint_id)
+        return "://" not in os.fspath(checkpoint_id)
 
 
 class FolderReader(StorageReader):
@@ -176,7 +180,7 @@ class FolderReader(StorageReader):
         self.catalog = Catalog(Path(self.path), {}, {}, [], {})
 
     @abstractmethod
-    def read_catalog(self, folder: Path) -> Catalog:
+    def read_catalog(self, folder: AnyPath) -> Catalog:
         """Return what is in the folder; CheckpointError where that cannot be used."""
 
     @classmethod
@@ -186,7 +190,7 @@ class FolderReader(StorageReader):
         Args:
             checkpoint_id: A path, or a URL.
         """
-        return not _is_url(checkpoint_id)
+        return _can_be_folder(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """Read another folder from now on."""
@@ -240,7 +244,7 @@ class FileSystemReader(FolderReader):
 
     _theirs: TorchFolder | None = None
 
-    def read_catalog(self, folder: Path) -> Catalog:
+    def read_catalog(self, folder: AnyPath) -> Catalog:
         """Return the manifest."""
         return catalog_of(folder)
 
@@ -275,7 +279,7 @@ class HuggingFaceStorageReader(FolderReader):
         super().__init__(path)
         self.thread_count = thread_count
 
-    def read_catalog(self, folder: Path) -> Catalog:
+    def read_catalog(self, folder: AnyPath) -> Catalog:
         """Return what the files' headers say."""
         return catalog_of_weights(folder)
 

@@ -1,4 +1,4 @@
-"""Files of tensors, in the safetensors format, and how any file of a checkpoint is opened.
+"""Files of tensors, in the safetensors format, and the errors of any file of a checkpoint.
 
 A file of tensors is eight bytes with the length of a JSON header, the header (each tensor's dtype,
 shape and place), and the tensors' bytes one after another. Any reader of safetensors can open one.
@@ -19,23 +19,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from dure.checkpoint.fsspec_path import AnyPath
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointDamaged, CheckpointError, CheckpointTooNew
-from dure.trace.plain_files import NotAFile, open_plain, read_plain, release_that_reads
+from dure.trace.plain_files import NotAFile, release_that_reads
 
 __all__ = [
     "DTYPES",
+    "MANIFEST",
+    "MOST_BYTES",
     "PIECE_BYTES",
     "can_be_named",
     "damaged",
-    "open_file",
     "pieces",
-    "read_file",
     "readable",
     "start_flush",
     "too_new",
@@ -45,7 +45,9 @@ __all__ = [
 
 PIECE_BYTES = 1 << 18
 """What is written, or read, at once; a checksum finds it in the cache of its core."""
-_MOST_BYTES = 1 << 30  # of what is read completely: catalogs, indexes, journals
+MOST_BYTES = 1 << 30
+"""Of what is read completely: catalogs, indexes, journals."""
+MANIFEST = "manifest.json"
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -109,23 +111,8 @@ def start_flush(descriptor: int, at: int, count: int) -> None:
             os.posix_fadvise(descriptor, at, count, os.POSIX_FADV_DONTNEED)
 
 
-def open_file(path: Path) -> int:
-    """Return a descriptor to read a plain file with.
-
-    Raises:
-        NotAFile: It is a link, a pipe, a folder, a socket, or a device.
-        OSError: It is missing, or may not be read.
-    """
-    return open_plain(path, follow=False)
-
-
-def read_file(path: Path) -> bytes:
-    """Return the bytes of a plain file; errors as `open_file`, or it is larger than 1 GiB."""
-    return read_plain(path, _MOST_BYTES, follow=False)
-
-
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def readable(path: AnyPath) -> Iterator[None]:
     """Convert an OSError that is raised while the file `path` of a checkpoint is read.
 
     Raises:
@@ -138,7 +125,7 @@ def readable(path: Path) -> Iterator[None]:
         raise unreadable(path, e) from e
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
+def unreadable(path: AnyPath, error: OSError) -> CheckpointError:
     """Return the error for a file of a checkpoint whose reading raised an OSError."""
     if isinstance(error, FileNotFoundError):
         return damaged(path.parent, f"{path.name}: {error.strerror}")
@@ -152,7 +139,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def damaged(folder: Path, seen: str) -> CheckpointDamaged:
+def damaged(folder: AnyPath, seen: str) -> CheckpointDamaged:
     """Return the error for a checkpoint whose bytes are not those that were written."""
     return CheckpointDamaged(
         "the checkpoint is damaged",
@@ -162,7 +149,7 @@ def damaged(folder: Path, seen: str) -> CheckpointDamaged:
     )
 
 
-def too_new(folder: Path, seen: str, known: int, needs: object) -> CheckpointTooNew:
+def too_new(folder: AnyPath, seen: str, known: int, needs: object) -> CheckpointTooNew:
     """Return the error for a checkpoint of a newer format.
 
     Args:

@@ -19,39 +19,27 @@ One job at a time may save in a folder, since each removes what it considers lef
 checkpoints. It holds a lock on the folder from its first checkpoint to its end (`lock`). A process
 that was stopped after its last look at the lock may continue while the next job saves. Its rename
 then fails: the next job has renamed or removed the hidden name before it began.
+
+In a store that fsspec reaches a checkpoint has its final name from its first byte on, and is one if
+it has a manifest (`object_store`).
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import secrets
-import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from weakref import WeakSet
 
+from dure.checkpoint.file_systems import file_system_of
+from dure.checkpoint.fsspec_path import AnyPath
 from dure.checkpoint.lock import FolderLock, give_up, lock_of
 from dure.comm.world import is_thread_rank
 
-__all__ = [
-    "Folder",
-    "Place",
-    "Unflushed",
-    "check_link",
-    "flush",
-    "flush_name",
-    "make",
-    "remove_hidden",
-    "rename",
-    "replace_file",
-]
+__all__ = ["Folder", "Place"]
 
-_NAME = re.compile(r"^(\d{6,})-step-(\d+)$")
-_SAVING, _REMOVING = ".saving-", ".removing-"
+_NAME = re.compile(r"^(\d{6,})-step-(\d+)(-[0-9a-f]{6})?$")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,7 +48,7 @@ class Place:
 
     number: int
     step: int
-    path: Path
+    path: AnyPath
 
 
 class Folder:
@@ -72,12 +60,13 @@ class Folder:
             exists, instead of during a save.
     """
 
-    def __init__(self, path: Path, for_job: bool = False) -> None:
+    def __init__(self, path: AnyPath, for_job: bool = False) -> None:
         self.path = path
+        self._files = file_system_of(path)
         self._for_job = for_job
         self._lock: FolderLock | None = None
         self._holds = False
-        self._begun: Path | None = None
+        self._begun: AnyPath | None = None
         self._final = path
         _folders.add(self)
 
@@ -88,28 +77,27 @@ class Folder:
             OSError: The folder cannot be read, or is a dangling link; if absent, it is empty.
         """
         try:
-            names = [(p, _NAME.match(p.name)) for p in self.path.iterdir()]
+            matches = [_NAME.match(name) for name in self._files.names(self.path)]
         except FileNotFoundError:
-            check_link(self.path)
+            self._files.check_link(self.path)
             return []
-        return sorted(Place(int(m[1]), int(m[2]), p) for p, m in names if m)
+        places = [Place(int(m[1]), int(m[2]), self.path / m[0]) for m in matches if m]
+        return sorted(place for place in places if self._files.is_checkpoint(place.path))
 
-    def begin(self, step: int) -> Path:
-        """Remove what earlier runs left over, and make the hidden folder of a new checkpoint.
+    def begin(self, step: int) -> AnyPath:
+        """Remove what earlier runs left over, and make the folder of a new checkpoint.
 
         Until `release` no other save begins there.
 
         Raises:
             OSError: It cannot be made.
         """
-        make(self.path)
+        self._files.make(self.path)
         self.hold()
-        self.clean()
+        self._files.clean(self.path, _NAME)
         number = max((place.number for place in self.places()), default=0) + 1
-        name = f"{number:06d}-step-{step}"
-        made = self.path / f"{_SAVING}{name}-{secrets.token_hex(3)}"
-        made.mkdir()
-        self._begun, self._final = made, self.path / name
+        made, self._final = self._files.begin(self.path, f"{number:06d}-step-{step}")
+        self._begun = made
         return made
 
     def hold(self) -> None:
@@ -132,7 +120,7 @@ class Folder:
         if self._begun is not None:
             with suppress(OSError):
                 self.check()  # a job that has taken over removes it itself
-                shutil.rmtree(self._begun, ignore_errors=True)
+                self._files.remove_tree(self._begun)
             self._begun = None
         if self._lock is not None and self._holds:
             self._holds = False
@@ -160,35 +148,31 @@ class Folder:
         assert self._lock is not None
         self._lock.check()
 
-    def commit(self, made: Path) -> Path:
+    def commit(self, made: AnyPath) -> AnyPath:
         """Make what `begin` returned, in which all is flushed, a checkpoint, durably.
 
         Raises:
-            Unflushed: It is renamed, but the folder cannot be flushed.
+            Unflushed: It is a checkpoint, but the folder cannot be flushed.
             OSError: It cannot be renamed; or another job has taken the folder over.
+
+        In a store it is a checkpoint since its manifest was written.
         """
-        self.check()
         final = self._final
-        rename(made, final)
+        self._files.commit(made, final, self.check)
+        self._begun = None
         assert self._lock is not None
         self._lock.kept = self._lock.kept or self._for_job
-        flush_name(final)
+        self._files.flush_name(final)
         return final
 
-    def remove(self, path: Path) -> None:
-        """Remove a checkpoint, so that at no moment half of it has a checkpoint's name."""
-        hidden = path.with_name(_REMOVING + path.name)
-        path.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+    def remove(self, path: AnyPath) -> None:
+        """Remove a checkpoint, so that at no moment half of it is taken for one.
 
-    def clean(self) -> None:
-        """Remove what was never committed, and what was being removed."""
-        for path in self.path.iterdir():
-            if path.name.startswith(_REMOVING):
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name.startswith(_SAVING):
-                with suppress(FileNotFoundError):  # it has just been committed
-                    self.remove(path)
+        Raises:
+            OSError: It cannot be removed; or another job has taken the folder over.
+        """
+        self.check()
+        self._files.remove_checkpoint(path)
 
 
 _folders: WeakSet[Folder] = WeakSet()
@@ -201,130 +185,3 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def make(folder: Path) -> None:
-    """Make a folder and those above it, durably.
-
-    Raises:
-        OSError: It cannot be made; a dangling link, or a file in its place, is named.
-    """
-    if folder.is_dir():
-        return
-    check_link(folder)
-    make(folder.parent)
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        if not folder.is_dir():
-            raise NotADirectoryError(
-                errno.ENOTDIR, "there is something else than a folder", str(folder)
-            ) from None
-    flush(folder.parent)
-
-
-def check_link(folder: Path) -> None:
-    """Raise NotADirectoryError if a folder, or one above it, is a dangling link.
-
-    The disk may not be mounted: such a folder is not empty, and must not be created.
-    """
-    for path in (folder, *folder.parents):
-        if path.is_symlink() and not path.exists():
-            seen = f"a link to {os.readlink(path)}, which does not exist"
-            raise NotADirectoryError(errno.ENOTDIR, seen, str(path))
-
-
-def replace_file(
-    path: Path, data: bytes | bytearray, check: Callable[[], object] = lambda: None
-) -> None:
-    """Create or replace a file, completely and durably: written under another name and renamed.
-
-    Args:
-        path: The file.
-        data: Its new content.
-        check: Called right before the rename; an error of it prevents that.
-
-    Raises:
-        Unflushed: It is in place, but the folder cannot be flushed.
-        OSError: It cannot be written; the previous file is unchanged, except as `rename`.
-    """
-    hidden = path.with_name(f"{_SAVING}{path.name}-{secrets.token_hex(3)}")
-    try:
-        with hidden.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        flush(path.parent)
-        check()
-        rename(hidden, path)
-    except BaseException:
-        with suppress(OSError):
-            hidden.unlink(missing_ok=True)
-        raise
-    flush_name(path)
-
-
-def rename(old: Path, new: Path) -> None:
-    """Rename a file, which replaces another one, or a folder.
-
-    A network file system may report an error for a rename that took effect: the server's answer is
-    lost, the request is sent again, and the old name is gone. So after an error the new name is
-    looked at, and if it is that of the file, there is none.
-
-    Raises:
-        OSError: It was not renamed; or that cannot be found out, as the new name cannot be opened.
-    """
-    descriptor = os.open(old, os.O_RDONLY)  # while it is open no other file gets its number
-    try:
-        try:
-            old.rename(new)
-        except OSError:
-            if not _is_at(new, descriptor):
-                raise
-    finally:
-        os.close(descriptor)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether a path is that of an open file; opening it asks the server."""
-    try:
-        there = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        return os.path.samestat(os.fstat(there), os.fstat(descriptor))
-    finally:
-        os.close(there)
-
-
-def remove_hidden(path: Path) -> None:
-    """Remove what `replace_file` has left of a file: the process was killed, or is stopped."""
-    for name in os.listdir(path.parent):
-        if name.startswith(_SAVING + path.name):
-            path.with_name(name).unlink(missing_ok=True)
-
-
-class Unflushed(OSError):
-    """What was saved is in place, but a power failure may undo it."""
-
-
-def flush_name(path: Path) -> None:
-    """Flush the folder in which a file or folder got its name.
-
-    Raises:
-        Unflushed: That fails.
-    """
-    try:
-        flush(path.parent)
-    except OSError as e:
-        seen = f"{e.strerror}, when the folder was flushed after the rename to {path.name}"
-        raise Unflushed(e.errno, seen, str(path.parent)) from e
-
-
-def flush(folder: Path) -> None:
-    """Flush the names in a folder to the disk; OSError where that fails."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,8 @@ import torch
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.file_storages import absolute
-from dure.checkpoint.folder import flush, rename
+from dure.checkpoint.fsspec_path import path_of
+from dure.checkpoint.local_files import flush, rename
 from dure.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -69,7 +70,7 @@ def dcp_to_torch_save(
             assert torch.load("model.pt")["model"]["weight"].tolist() == [1.0, 1.0]
         ```
     """
-    folder = Path(dcp_checkpoint_dir)
+    folder = path_of(dcp_checkpoint_dir)
     catalog = catalog_of(folder)
     state = decode(catalog.tree, cache(Mapped(folder, catalog).checked))
     write_torch_file(Path(torch_save_path), state)
@@ -119,7 +120,7 @@ def torch_save_to_dcp(
         ```
     """
     state = read_torch_file(torch_save_path)
-    folder = Path(dcp_checkpoint_dir)
+    folder = path_of(dcp_checkpoint_dir)
     save_into(folder, state, Ranks(None, alone=True))
 
 

@@ -19,11 +19,8 @@ next job takes the lock over. Three things show whether the process still runs:
 A lock is taken over by putting another file in the place of the file. A holder that was considered
 dead (it was suspended for longer than the lease) finds that its file is gone, and saves no more.
 
-Processes of one job do not exclude each other between their saves. A process is of the holder's job
-
-- if both have a token of it: that of their world, or one that came with a save of both; or
-- if one of them has started the other by fork, multiprocessing or `dure.spawn`, as a notebook
-  starts ranks. They have one multiprocessing key; a program that is executed has another key.
+Processes of one job do not exclude each other between their saves (`lock_records` says which
+processes are of one job).
 
 The kernel's lock is exclusive during a save and shared between two saves. A process of the same job
 that gets a shared lock, too, takes the folder over: it makes a locked file and renames it to
@@ -33,6 +30,8 @@ later save, the previous one releases the lock.
 A copy of a folder also has a copy of the file. The record contains the inode number of its file, so
 a copy does not hold because its process runs, but only until its lease expires.
 
+A store that fsspec reaches has no locks: see `lease`.
+
 Threads: within a process one save at a time holds the lock; the next waits for it.
 """
 
@@ -41,11 +40,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import hashlib
-import multiprocessing
 import os
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -56,18 +52,27 @@ from weakref import WeakSet, WeakValueDictionary, finalize
 
 import msgspec
 
-from dure.comm.world import current_world
-from dure.store.identity import Identity, alive, myself, stat_of
+from dure.checkpoint.file_systems import file_system_of
+from dure.checkpoint.fsspec_path import AnyPath, FsspecPath
+from dure.checkpoint.lease import LEASE_S, NAME, RENEW_S, Lease, end_early
+from dure.checkpoint.lock_records import LockRecord, is_alive, is_of_this_job, new_record, note_job
 from dure.store.lifetime import at_process_end
 from dure.trace import logs
 
-__all__ = ["LEASE_S", "RENEW_S", "FolderLock", "give_up", "lock_of", "note_job", "sees_lock"]
+__all__ = [
+    "LEASE_S",
+    "RENEW_S",
+    "FolderLock",
+    "give_up",
+    "lock_of",
+    "note_job",
+    "prepare_end",
+    "sees_lock",
+]
 
 _log = logs.logger("checkpoint")
 
-NAME = ".lock"
 _TURN = f"{NAME}-turn"
-RENEW_S, LEASE_S = 10.0, 60.0
 _ENDING_S = 1.0  # a process that ends has closed its files after this time, or others have copies
 _POLL_S = 0.05
 _MAX_BYTES = 1 << 16
@@ -88,31 +93,18 @@ _ONE_HOST = frozenset(
 """File systems whose locks hold for all that see them, since one kernel mounts them."""
 
 
-class _Record(msgspec.Struct, frozen=True):
-    """The holder of a lock."""
-
-    job: str
-    process: Identity
-    jobs: tuple[str, ...] = ()
-    """Tokens of the jobs that the holder was in when it took the lock: its own, its world's."""
-    program: str = ""
-    """Equal for a process and those that it starts by fork, multiprocessing or `dure.spawn`."""
-    inode: int = 0
-    """Of the file: the file in a copy of the folder has another one."""
-
-
 class _Held:
     """The file of a lock that this process holds; an object that outlives its `FolderLock`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.descriptor: int | None = None
-        self.record: _Record | None = None
+        self.record: LockRecord | None = None
         self._end = threading.Event()
         self._open = threading.RLock()  # reentrant: the collector may call `release` anywhere
         """Held while the descriptor is used, or set to None before it is closed."""
 
-    def begin(self, descriptor: int, record: _Record, renew: bool) -> None:
+    def begin(self, descriptor: int, record: LockRecord, renew: bool) -> None:
         """Hold the lock from now on."""
         self.descriptor, self.record, self._end = descriptor, record, threading.Event()
         _held.add(self)
@@ -146,6 +138,10 @@ class _Held:
             _flock(self.descriptor, fcntl.LOCK_SH)  # the attempt has given up that lock, too
             _pause(_POLL_S)  # another process of the job takes it at this moment
         return False
+
+    def take(self) -> None:
+        """Take the lock; OSError if another job holds it, or the file cannot be made."""
+        _Taking(self.path, self).take()
 
     def release(self) -> None:
         """Remove the file if it is still ours, and unlock it."""
@@ -181,14 +177,14 @@ class FolderLock:
         folder: The folder, which exists.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / NAME
+    def __init__(self, folder: AnyPath) -> None:
+        self.path = path = folder / NAME
         self.kept = False
         """Whether the lock is held after the save, until this object is freed."""
         self._guard = threading.Lock()
         self._free = threading.Condition(self._guard)
         self._owner: int | None = None
-        self._held = _Held(self.path)
+        self._held = Lease(path) if isinstance(path, FsspecPath) else _Held(path)
         finalize(self, self._held.release).atexit = False
 
     def acquire(self) -> None:
@@ -206,7 +202,7 @@ class FolderLock:
                 self._owner = threading.get_ident()
             if not self._held.use():
                 self._held.release()
-                _Taking(self.path, self._held).take()
+                self._held.take()
         except BaseException:
             if self._owner == threading.get_ident():  # not interrupted while it waited
                 self.release()
@@ -298,7 +294,7 @@ class _Taking:
 
     def _begin(self, descriptor: int, at: Path | None = None) -> None:
         """Write the record into a file, rename the file if it is not yet `.lock`, and hold it."""
-        record = _record(os.fstat(descriptor).st_ino)
+        record = new_record(os.fstat(descriptor).st_ino)
         with suppress(OSError):  # a full disk: the save that follows may make room
             os.pwrite(descriptor, msgspec.json.encode(record), 0)
         if at is not None:
@@ -308,7 +304,7 @@ class _Taking:
     def _waited(self) -> float:
         return _clock() - self._since
 
-    def _wait_for_end(self, descriptor: int, found: _Record | None) -> bool:
+    def _wait_for_end(self, descriptor: int, found: LockRecord | None) -> bool:
         """Handle a lock that the kernel reports as held.
 
         A process of the same job waits for the end of the holder's save. A holder that is ending
@@ -321,8 +317,8 @@ class _Taking:
         Raises:
             OSError: Another process holds it, and is not expected to release it soon.
         """
-        ours = found is not None and _is_of_this_job(found)
-        lives = None if found is None else _lives(found.process)
+        ours = found is not None and is_of_this_job(found)
+        lives = None if found is None else is_alive(found.process)
         if ours and self._take_over(descriptor):
             return True
         waited = self._waited()
@@ -366,26 +362,26 @@ class _Taking:
                 raise
         return True
 
-    def _has_ended(self, descriptor: int, found: _Record | None, locked: bool) -> bool:
+    def _has_ended(self, descriptor: int, found: LockRecord | None, locked: bool) -> bool:
         """Return whether the holder has ended, if the kernel does not report a lock.
 
         The lock of a holder that lives may be missing for a moment: while it is converted (flock(2)
         releases it before), or while the process ends.
         """
-        lives = None if found is None else _lives(found.process)
-        if found is not None and lives and not _is_of_this_job(found):
+        lives = None if found is None else is_alive(found.process)
+        if found is not None and lives and not is_of_this_job(found):
             inode = os.fstat(descriptor).st_ino
             if found.inode == inode or (found.inode == 0 and (self._shared or not locked)):
                 return False
         if locked and not self._shared:
             return True
-        if found is not None and (lives is False or _is_of_this_job(found)):
+        if found is not None and (lives is False or is_of_this_job(found)):
             return True
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may try in the meantime
         return self._lease_is_over(found)
 
-    def _lease_is_over(self, found: _Record | None) -> bool:
+    def _lease_is_over(self, found: LockRecord | None) -> bool:
         """Wait until the holder renews the file, or for the rest of its lease."""
         renewed = _time_of(self._path)
         age_s = _now_in(self._path.parent) - renewed[1]
@@ -403,7 +399,7 @@ class _Taking:
                 return False
         return True
 
-    def _refusal(self, found: _Record | None, ours: bool = False) -> OSError:
+    def _refusal(self, found: LockRecord | None, ours: bool = False) -> OSError:
         who = "" if found is None else f": {found.process}"
         what = "another job is saving there"
         if ours:
@@ -468,9 +464,9 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _read(descriptor: int) -> _Record | None:
+def _read(descriptor: int) -> LockRecord | None:
     try:
-        return msgspec.json.decode(os.pread(descriptor, _MAX_BYTES, 0), type=_Record)
+        return msgspec.json.decode(os.pread(descriptor, _MAX_BYTES, 0), type=LockRecord)
     except (OSError, ValueError):  # empty, or cut short
         return None
 
@@ -509,32 +505,14 @@ def _is_of_one_host(folder: Path) -> bool:
     return ctypes.c_long.from_buffer(found).value in _ONE_HOST
 
 
-def _me() -> Identity:
-    try:
-        return myself()
-    except OSError:  # not Linux
-        return Identity(os.getpid(), "", socket.gethostname(), "")
-
-
-def _lives(process: Identity) -> bool | None:
-    """Return whether a process lives; None: that cannot be known from here."""
-    try:
-        return alive(process)
-    except OSError:
-        return None
-
-
 _held: WeakSet[_Held] = WeakSet()
 _locks: WeakValueDictionary[str, FolderLock] = WeakValueDictionary()
 _guard = threading.Lock()
-_jobs: set[str] = set()
-"""Tokens of the jobs that this process is in: its own, and those that it has received."""
-_own: list[str] = []
 
 
-def lock_of(folder: Path) -> FolderLock:
+def lock_of(folder: AnyPath) -> FolderLock:
     """Return this process's lock on a folder."""
-    key = os.path.realpath(folder)
+    key = file_system_of(folder).key(folder)
     with _guard:
         found = _locks.get(key)
         if found is None:
@@ -542,79 +520,34 @@ def lock_of(folder: Path) -> FolderLock:
         return found
 
 
-def give_up(folder: Path) -> None:
+def prepare_end(folder: AnyPath) -> None:
+    """Let saves in the background into a folder end before the process; called before they begin.
+
+    The clients of stores end when the main thread ends.
+    """
+    if isinstance(folder, FsspecPath):
+        end_early()
+
+
+def give_up(folder: AnyPath) -> None:
     """Leave the lock on a folder to another process of the job, which saves from now on."""
     with _guard:
-        found = _locks.get(os.path.realpath(folder))
+        found = _locks.get(file_system_of(folder).key(folder))
     if found is not None:
         found.give_up()
 
 
-def sees_lock(folder: Path) -> bool:
+def sees_lock(folder: AnyPath) -> bool:
     """Return whether a folder exists, and a lock is held on it or on the one above it.
 
     With it a rank finds out whether it sees the folder that the holder of the lock sees.
     """
+    if isinstance(folder, FsspecPath):  # it exists when it has files
+        return any((path / NAME).exists() for path in (folder, folder.parent))
     found = any((path / NAME).exists() for path in (folder, folder.parent))
     if not found and folder.is_dir():  # listing makes a network file system read it again
         found = NAME in (*os.listdir(folder), *os.listdir(folder.parent))
     return found and folder.is_dir()
-
-
-def note_job(token: str) -> None:
-    """Record that this process belongs to the job with that token."""
-    _jobs.add(token)
-
-
-def _record(inode: int) -> _Record:
-    """Return the record of this process."""
-    if not _own:
-        _own.append(secrets.token_hex(16))
-        note_job(_own[0])
-    jobs = {_own[0], _note_world() or _own[0]}
-    return _Record(_own[0], _me(), tuple(sorted(jobs)), _program(), inode)
-
-
-def _note_world() -> str | None:
-    """Record that this process belongs to the job of its world; return that job's token."""
-    rendezvous = current_world().rendezvous
-    if rendezvous is None:
-        return None
-    token = rendezvous.members[0].token
-    note_job(token)
-    return token
-
-
-def _program() -> str:
-    key = multiprocessing.current_process().authkey
-    return hashlib.blake2b(key, digest_size=16, person=b"dure lock").hexdigest()
-
-
-def _descends(process: Identity, ancestor: Identity) -> bool:
-    """Return whether a process was started by another one, or by one that it started.
-
-    Both must be alive and of this host, and so must be the processes between them.
-    """
-    if process.pid == ancestor.pid or not (_lives(process) and _lives(ancestor)):
-        return False
-    pid = process.pid
-    try:
-        while pid not in (0, ancestor.pid):
-            pid = int(stat_of(pid)[1])
-    except OSError:
-        return False
-    return pid != 0
-
-
-def _is_of_this_job(found: _Record) -> bool:
-    """Return whether the holder of a lock belongs to a job of this process."""
-    _note_world()
-    if not _jobs.isdisjoint((found.job, *found.jobs)):
-        return True
-    if found.program != _program():
-        return False
-    me, holder = _me(), found.process
-    return _descends(me, holder) or _descends(holder, me)
 
 
 def _release_all() -> None:
@@ -630,8 +563,6 @@ def _forget_all() -> None:
         held.forget()
     _held.clear()
     _locks.clear()
-    _own.clear()
-    _jobs.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)

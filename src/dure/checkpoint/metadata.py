@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dure.checkpoint.catalog import HeldManifest
 from dure.checkpoint.contents import Catalog
+from dure.checkpoint.fsspec_path import AnyPath
 
 __all__ = [
     "STATE_DICT_TYPE",
@@ -143,7 +143,7 @@ class Metadata:
         return {name: value for name, value in self.__dict__.items() if name != "_read"}
 
 
-def read_later(folder: Path, digest: bytes) -> Metadata:
+def read_later(folder: AnyPath, digest: bytes) -> Metadata:
     """Return what the manifest of that digest holds, to be parsed when it is looked at.
 
     So a rank that does not look at it does not hold what all ranks have saved.

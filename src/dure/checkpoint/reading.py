@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.contents import Catalog
 from dure.checkpoint.files import damaged
+from dure.checkpoint.fsspec_path import AnyPath
 from dure.checkpoint.slice_files import FileLayout, Slice, SliceFile, Stored
 from dure.checkpoint.slices import Box, full_box
 from dure.checkpoint.tree import encode
@@ -41,7 +41,7 @@ class Mapped:
         catalog: Its manifest.
     """
 
-    def __init__(self, folder: Path, catalog: Catalog) -> None:
+    def __init__(self, folder: AnyPath, catalog: Catalog) -> None:
         self._folder, self._catalog = folder, catalog
         self._files: dict[int, SliceFile] = {}
 
@@ -103,7 +103,7 @@ def _fault(catalog: Catalog, file: SliceFile, part: Slice, stored: Stored) -> st
     return file.fault(part, stored, catalog.kinds[part.name].num_bytes(part.box))
 
 
-def faults(folder: Path, catalog: Catalog) -> list[str]:
+def faults(folder: AnyPath, catalog: Catalog) -> list[str]:
     """Open every file, read every byte, and return what is not as it was written.
 
     Raises:
@@ -154,7 +154,7 @@ def share_of(catalog: Catalog, rank: int, num_ranks: int) -> list[tuple[Slice, S
     return mine
 
 
-def differences(first: Path, second: Path) -> list[str]:
+def differences(first: AnyPath, second: AnyPath) -> list[str]:
     """Return how the second checkpoint differs from the first: names, kinds, values, elements.
 
     Tensors that are cut the same way and have the same checksums are taken to be the same; of

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,6 +22,7 @@ from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.contents import Catalog
 from dure.checkpoint.dataclass_fields import Fields
 from dure.checkpoint.fresh_state import like_saved, state_to_fill, with_memory
+from dure.checkpoint.fsspec_path import AnyPath
 from dure.checkpoint.objects import bare, few, is_stateful, own_state
 from dure.checkpoint.slice_files import Slice, SliceFile, Stored
 from dure.checkpoint.slices import Box, Piece, pieces_of
@@ -66,11 +66,11 @@ class Read(NamedTuple):
 
 
 def load_from(
-    path: Path,
+    path: AnyPath,
     state_dict: MutableMapping[str, Any],
     ranks: Ranks,
     partial: bool,
-    reading: Callable[[Path], Catalog] = catalog_of,
+    reading: Callable[[AnyPath], Catalog] = catalog_of,
 ) -> Loaded:
     """Load the checkpoint in the folder `path` into a state, in place.
 
@@ -106,7 +106,7 @@ class _Loading:
     """One rank's load."""
 
     def __init__(
-        self, path: Path, state_dict: MutableMapping[str, Any], catalog: Catalog, partial: bool
+        self, path: AnyPath, state_dict: MutableMapping[str, Any], catalog: Catalog, partial: bool
     ) -> None:
         self._path, self._given = path, state_dict
         self.catalog, self._partial = catalog, partial
@@ -254,7 +254,7 @@ def reads_of(catalog: Catalog, tensor: str, piece: Piece) -> Iterator[Read]:
         yield Read(Slice(tensor, box), stored, both, to)
 
 
-def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: int) -> None:
+def read_slices(path: AnyPath, catalog: Catalog, reads: list[Read], num_threads: int) -> None:
     """Read elements from the files below `path`, in the order in which they are stored.
 
     The files of these reads are opened and compared with the manifest first. Up to 64 stay open,

@@ -19,7 +19,6 @@ from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from traceback import StackSummary
 from typing import Any, NamedTuple
 
@@ -40,8 +39,10 @@ from dure.checkpoint.catalog import (
     remove,
 )
 from dure.checkpoint.contents import leaves_of
+from dure.checkpoint.file_systems import file_system_of
 from dure.checkpoint.files import can_be_named
-from dure.checkpoint.folder import Folder, make
+from dure.checkpoint.folder import Folder
+from dure.checkpoint.fsspec_path import AnyPath
 from dure.checkpoint.lock import sees_lock
 from dure.checkpoint.objects import few, own_state
 from dure.checkpoint.planning import (
@@ -447,7 +448,7 @@ class Saving:
 
         self._ranks.decided(_NOT_SAVED, held)
 
-    def write(self, folder: Folder, path: Path, number: int) -> bytes:
+    def write(self, folder: Folder, path: AnyPath, number: int) -> bytes:
         """Write into the folder `path`, as its `number`-th save; return the manifest's digest.
 
         On rank 0 `folder` holds the lock: `path`, or the folder above it.
@@ -509,7 +510,7 @@ class Saving:
             del unflushed  # see `Ranks.decided`
 
     def _clean_up(
-        self, error: BaseException, folder: Folder, path: Path, number: int, wrote: bool
+        self, error: BaseException, folder: Folder, path: AnyPath, number: int, wrote: bool
     ) -> None:
         """Remove what was written: on rank 0 of all ranks, and then another job may save there.
 
@@ -526,7 +527,7 @@ class Saving:
                 remove(path, number=number, rank=ranks.rank)
 
     @logs.never_fails
-    def _report(self, path: Path, written: dict[int, FileRecord]) -> None:
+    def _report(self, path: AnyPath, written: dict[int, FileRecord]) -> None:
         """Write one line about who wrote what."""
         if logs.reports(_log, 0):
             parts = [
@@ -602,7 +603,7 @@ def begin(folder: Folder, replace: bool) -> int:
         CheckpointError: There is a checkpoint, and it is not to be replaced.
     """
     path = folder.path
-    make(path)
+    file_system_of(path).make(path)
     folder.hold()
     if not replace and (path / NAME).exists():
         raise CheckpointError(
@@ -617,7 +618,7 @@ def begin(folder: Folder, replace: bool) -> int:
 
 
 def save_into(
-    path: Path, state_dict: Mapping[str, Any] | Taken, ranks: Ranks, replace: bool = True
+    path: AnyPath, state_dict: Mapping[str, Any] | Taken, ranks: Ranks, replace: bool = True
 ) -> bytes:
     """Save a state into the folder `path`; with `replace` an existing checkpoint is replaced.
 

@@ -22,6 +22,7 @@ from dure.checkpoint.file_storages import (
     HuggingFaceStorageWriter,
     folder_of,
 )
+from dure.checkpoint.fsspec_path import local_path
 from dure.checkpoint.metadata import Metadata, metadata_of, read_later
 from dure.checkpoint.planned import load_planned, save_planned, taken_of
 from dure.checkpoint.planner import (
@@ -76,7 +77,8 @@ def save(
         state_dict: Names to tensors, DTensors, dicts and lists of them, objects with `state_dict`
             and `load_state_dict`, and values (numbers, strings, and what else JSON can be made of).
             What is not sharded is to be equal on all ranks: one rank's is kept.
-        checkpoint_id: The folder; made if absent. All ranks must see the same folder.
+        checkpoint_id: The folder, a path or a URL of fsspec (`s3://bucket/run`); made if absent.
+            All ranks must see the same folder.
         storage_writer: The same; `checkpoint_id` goes before it. A `HuggingFaceStorageWriter` makes
             a folder of weights; a custom `StorageWriter`, its own form.
         planner: A custom one decides what is saved, mostly a subclass of `DefaultSavePlanner`.
@@ -136,8 +138,9 @@ def _save(
     wait_for_saves(path)
     state = state_dict if own is None else taken_of(state_dict, own, ranks, coordinator)
     if isinstance(writer, HuggingFaceStorageWriter):
+        folder = local_path(path, "a folder of weights that ranks write together")
         files = cast(Mapping[str, int], writer.fqn_to_index_mapping), writer.max_bytes
-        return metadata_of(save_weights(path, state, ranks, *files, writer.overwrite))
+        return metadata_of(save_weights(folder, state, ranks, *files, writer.overwrite))
     return read_later(path, save_into(path, state, ranks, _may_replace(writer)))
 
 
@@ -270,7 +273,8 @@ def load(
         state_dict: As for `save`; it may be of another mesh, other placements or another world, and
             it may be less than what was saved. Tensors keep their dtype: elements are converted.
             Tensors on the meta device are replaced by loaded ones; those of a module are refused.
-        checkpoint_id: The folder; also one that `torch.distributed.checkpoint` has saved.
+        checkpoint_id: The folder, a path or a URL of fsspec; also one that
+            `torch.distributed.checkpoint` has saved.
         storage_reader: The same; `checkpoint_id` goes before it. A `HuggingFaceStorageReader` reads
             a folder of weights; a custom `StorageReader`, its own form.
         planner: `DefaultLoadPlanner(allow_partial_load=True)` leaves missing entries alone; a

@@ -28,33 +28,33 @@ even that (a limit on the address space, no overcommitting), the slice is read i
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import mmap
 import os
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 
+from dure.checkpoint.file_systems import OpenFile, file_system_of, open_file
 from dure.checkpoint.files import (
     DTYPES,
     PIECE_BYTES,
     damaged,
-    open_file,
     pieces,
     readable,
     unreadable,
-    write_all,
 )
+from dure.checkpoint.fsspec_path import AnyPath
 from dure.checkpoint.slices import Box, full_box
-from dure.comm.checksum import copy_from_file, crc32c
+from dure.comm.checksum import crc32c
 from dure.comm.reduction import as_bytes
-from dure.errors import CheckpointDamaged
+from dure.errors import CheckpointDamaged, CheckpointNotWritten
 
 __all__ = [
     "FileLayout",
@@ -77,6 +77,7 @@ _ID_END = _ID_BEGIN + _ID_BYTES
 _SUMS_BEGIN = _ID_END + len(b'","crc32c":"')
 """Where the checksums begin in a file."""
 _SUM_BYTES = 8
+_SHOWN = 200
 _SHORT_HEADER = 1 << 20
 """A header up to this length is always compared; a longer one, if as many bytes of slices are read.
 
@@ -250,9 +251,11 @@ def _in_order(slices: Iterable[Slice], kinds: dict[str, TensorKind]) -> list[Sli
 
 
 def write_slices(
-    path: Path, layout: FileLayout, memory: dict[Slice, torch.Tensor], identity: str
+    path: AnyPath, layout: FileLayout, memory: Mapping[Slice, torch.Tensor], identity: str
 ) -> FileRecord:
     """Write slices to a new file, through to the disk; return what a manifest has of it.
+
+    An upload cannot be changed: then the checksums, which come first, are worked out before it.
 
     Args:
         path: The file.
@@ -262,39 +265,58 @@ def write_slices(
 
     Raises:
         OSError: The disk is full, or the file cannot be written.
+        CheckpointNotWritten: The program changed a tensor while it was uploaded.
 
-    Cost: one pass over the bytes; memory: one slice where it is not contiguous on the CPU.
+    Cost: one pass over the bytes, two if it is an upload; memory: one slice where it is not
+    contiguous on the CPU.
     """
-    sums: list[int] = []
-    with path.open("xb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(layout.header))
-        for part in layout.begins:
-            crc = 0
-            for data in pieces(memory[part]):
-                crc = crc32c(data, crc)
-                write_all(file.fileno(), data)
-            sums.append(crc)
-        header = layout.completed(identity, b"".join([b"%08x" % crc for crc in sums]))
-        write_all(file.fileno(), memoryview(header), 0)
-        os.fsync(file.fileno())
-    return FileRecord(layout.num_bytes, len(header), crc32c(header))
+    with file_system_of(path).new_file(path, layout.num_bytes) as file:
+        header = layout.header
+        if not file.can_rewrite:
+            sums = b"".join([_sum(memory[part]) for part in layout.begins])
+            header = layout.completed(identity, sums)
+        file.write(memoryview(header))
+        sums = b"".join([_sum(memory[part], file.write) for part in layout.begins])
+        written = layout.completed(identity, sums)
+        if file.can_rewrite:
+            file.rewrite(memoryview(written))
+        elif written != header:
+            raise CheckpointNotWritten(
+                "a tensor was changed while it was saved",
+                path=str(path),
+                seen=", ".join(part.name for part in layout.begins)[:_SHOWN],
+                fix="Change tensors after save() has returned, or save with async_save().",
+            )
+    return FileRecord(layout.num_bytes, len(written), crc32c(written))
+
+
+def _sum(tensor: torch.Tensor, write: Callable[[memoryview], None] | None = None) -> bytes:
+    """Return the CRC-32C of a slice, as digits, and write the slice."""
+    crc = 0
+    for data in pieces(tensor):
+        crc = crc32c(data, crc)
+        if write is not None:
+            write(data)
+    return b"%08x" % crc
 
 
 class FileMap:
     """A private map of a file, valid after the file is closed; writes do not reach the file.
 
     Args:
-        descriptor: The file, open for reading.
+        file: The file.
         num_bytes: Its length.
 
     Raises:
-        OSError: The system refuses.
+        OSError: The system refuses, or the file is not a local one.
     """
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
+    def __init__(self, file: OpenFile, num_bytes: int) -> None:
+        if file.descriptor is None:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
         # Python's mmap would keep the file open, and torch's reserves memory for the complete file.
         prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE
-        address = _LIBC.mmap(None, num_bytes, prot, flags, descriptor, 0)
+        address = _LIBC.mmap(None, num_bytes, prot, flags, file.descriptor, 0)
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._address = address
@@ -349,41 +371,41 @@ class SliceFile:
 
     def __init__(
         self,
-        path: Path,
+        path: AnyPath,
         record: FileRecord,
         stays_open: bool = True,
         num_wanted: int | None = None,
     ) -> None:
         self.path, self.record = path, record
-        self._descriptor: int | None = None
+        self._file: OpenFile | None = None
         self._map: FileMap | None = None
         self._sums: bytes | None = None
         """The checksums in the header, if that was read."""
         with readable(path):
-            descriptor = open_file(path)
+            file = open_file(path)
             try:
-                self._check(descriptor, num_wanted)
-                if stays_open:
-                    self._descriptor = descriptor
+                self._check(file, num_wanted)
+                if stays_open or file.descriptor is None:  # nothing is open in a store
+                    self._file = file
             finally:
-                if self._descriptor is None:
-                    os.close(descriptor)
+                if self._file is None:
+                    file.close()
 
-    def _check(self, descriptor: int, num_wanted: int | None) -> None:
+    def _check(self, file: OpenFile, num_wanted: int | None) -> None:
         wanted, length, crc, identity = self.record
-        self._require_size(descriptor)
+        self._require_size(file)
         # Without an identity a file of another save is known by its header alone.
         if identity and num_wanted is not None and length > max(_SHORT_HEADER, num_wanted):
-            self._require_id(os.pread(descriptor, _ID_END - 8, 8))
+            self._require_id(file.read(8, _ID_END - 8))
             return
-        header = os.pread(descriptor, min(length, wanted), 0)
+        header = file.read(0, min(length, wanted))
         self._require_id(header[8:])
         if len(header) != length or crc32c(header) != crc:
             raise self._damaged(f"{self.path.name} has another header than its manifest says")
         self._sums = header[_SUMS_BEGIN : header.find(b'"', _SUMS_BEGIN)]
 
-    def _require_size(self, descriptor: int) -> None:
-        size, wanted = os.fstat(descriptor).st_size, self.record.num_bytes
+    def _require_size(self, file: OpenFile) -> None:
+        size, wanted = file.num_bytes(), self.record.num_bytes
         if size != wanted:
             kind = "truncated" if size < wanted else "longer than it was"
             raise self._damaged(f"{self.path.name} is {kind}: {size} bytes, {wanted} were written")
@@ -401,8 +423,8 @@ class SliceFile:
         Raises:
             CheckpointError: The file cannot be read.
         """
-        with self._open() as descriptor:
-            return os.pread(descriptor, self.record.header_bytes, 0)
+        with self._open() as file:
+            return file.read(0, self.record.header_bytes)
 
     def _damaged(self, seen: str) -> CheckpointDamaged:
         return damaged(self.path.parent, seen)
@@ -417,28 +439,28 @@ class SliceFile:
 
     def close(self) -> None:
         """Close the file; mappings of it stay until they are no longer used."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     @contextmanager
-    def _open(self) -> Iterator[int]:
-        """Yield a descriptor; an OSError is converted (`readable`).
+    def _open(self) -> Iterator[OpenFile]:
+        """Yield the open file; an OSError is converted (`readable`).
 
         A file that is opened again may have been replaced since.
         """
         with readable(self.path):
-            if self._descriptor is not None:
-                yield self._descriptor
+            if self._file is not None:
+                yield self._file
                 return
-            descriptor = open_file(self.path)
+            file = open_file(self.path)
             try:
-                self._require_size(descriptor)
+                self._require_size(file)
                 if self.record.id:
-                    self._require_id(os.pread(descriptor, _ID_END - 8, 8))
-                yield descriptor
+                    self._require_id(file.read(8, _ID_END - 8))
+                yield file
             finally:
-                os.close(descriptor)
+                file.close()
 
     def compare(
         self, parts: Iterable[tuple[Slice, Stored]], kinds: Mapping[str, TensorKind]
@@ -486,17 +508,17 @@ class SliceFile:
             return stored.crc32c
         if self._sums is not None:
             return self._sum(None, part, stored.place)
-        with self._open() as descriptor:
-            return self._sum(descriptor, part, stored.place)
+        with self._open() as file:
+            return self._sum(file, part, stored.place)
 
-    def _sum(self, descriptor: int | None, part: Slice, place: int) -> int:
+    def _sum(self, file: OpenFile | None, part: Slice, place: int) -> int:
         """Return a checksum of the header, from the file if the header was not read."""
         at = _SUM_BYTES * place
         if self._sums is not None:
             text = self._sums[at : at + _SUM_BYTES]
         else:
-            assert descriptor is not None
-            text = os.pread(descriptor, _SUM_BYTES, _SUMS_BEGIN + at)
+            assert file is not None
+            text = file.read(_SUMS_BEGIN + at, _SUM_BYTES)
         if not _SUM.fullmatch(text):
             seen = f"the checksum of {part.name}{part.box} in {self.path.name} is changed"
             raise self._damaged(seen)
@@ -519,18 +541,18 @@ class SliceFile:
             CheckpointError: The file cannot be read.
         """
         self._require_inside(part, stored, part.box.num_elements * dtype.itemsize)
-        if self._descriptor is None:
-            with self._open() as descriptor:
-                self._read_checked(descriptor, part, stored, dtype, box, to)
+        if self._file is None:
+            with self._open() as file:
+                self._read_checked(file, part, stored, dtype, box, to)
         else:
             try:
-                self._read_checked(self._descriptor, part, stored, dtype, box, to)
+                self._read_checked(self._file, part, stored, dtype, box, to)
             except OSError as e:
                 raise unreadable(self.path, e) from e
 
     def _read_checked(
         self,
-        descriptor: int,
+        file: OpenFile,
         part: Slice,
         stored: Stored,
         dtype: torch.dtype,
@@ -540,14 +562,14 @@ class SliceFile:
         wanted = None
         if box == part.box:
             place = stored.place
-            wanted = stored.crc32c if place is None else self._sum(descriptor, part, place)
-        crc = self._read(descriptor, part, stored.begin, wanted is not None, dtype, box, to)
+            wanted = stored.crc32c if place is None else self._sum(file, part, place)
+        crc = self._read(file, part, stored.begin, wanted is not None, dtype, box, to)
         if crc not in (None, wanted):
             raise self._damaged(self._changed(part))
 
     def _read(
         self,
-        descriptor: int,
+        file: OpenFile,
         part: Slice,
         at: int,
         summed: bool,
@@ -560,8 +582,8 @@ class SliceFile:
         straight = to.is_contiguous() and to.is_cpu and to.dtype == dtype
         if run is not None and straight and not (to.is_conj() or to.is_neg()):
             data = memoryview(cast(Any, as_bytes(to).numpy()))
-            return self._pread(descriptor, data, at + run[0] * dtype.itemsize, summed)
-        mapped = self._mapped_slice(descriptor, part, at, dtype)
+            return self._pread(file, data, at + run[0] * dtype.itemsize, summed)
+        mapped = self._mapped_slice(file, part, at, dtype)
         data = memoryview(cast(Any, as_bytes(mapped).numpy()))
         crc = crc32c(data) if summed else None
         to.copy_(mapped[box.within(part.box)])
@@ -598,11 +620,11 @@ class SliceFile:
                 break
             crc, at = crc32c(data, crc), at + len(data)
         if at < end:
-            piece = memoryview(bytearray(min(end - at, PIECE_BYTES)))
-            with self._open() as descriptor:
+            with self._open() as file:
+                piece = memoryview(bytearray(min(end - at, file.piece_bytes)))
                 while at < end:
                     data = piece[: end - at]
-                    count = self._preadv(descriptor, data, at)
+                    count = self._read_into(file, data, at)
                     crc, at = crc32c(data[:count], crc), at + count
         return None if crc == wanted else self._changed(part)
 
@@ -612,39 +634,39 @@ class SliceFile:
         Raises:
             CheckpointError: The file cannot be opened.
         """
-        with self._open() as descriptor, suppress(OSError):
-            self._map = FileMap(descriptor, self.record.num_bytes)
+        with self._open() as file, suppress(OSError):
+            self._map = FileMap(file, self.record.num_bytes)
         return self
 
-    def _pread(self, descriptor: int, data: memoryview, at: int, summed: bool) -> int | None:
+    def _pread(self, file: OpenFile, data: memoryview, at: int, summed: bool) -> int | None:
         """Read bytes to `data`; return their sum if it is asked for."""
         crc = 0
         if len(data) >= PIECE_BYTES:
-            count, crc = copy_from_file(descriptor, at, data, summed)
+            count, crc = file.copy_into(data, at, summed)
             data, at = data[count:], at + count
         while data:
-            count = self._preadv(descriptor, data[:PIECE_BYTES], at)
+            count = self._read_into(file, data[: file.piece_bytes], at)
             crc = crc32c(data[:count], crc) if summed else 0
             data, at = data[count:], at + count
         return crc if summed else None
 
-    def _preadv(self, descriptor: int, data: memoryview, at: int) -> int:
-        count = os.preadv(descriptor, [data], at)
+    def _read_into(self, file: OpenFile, data: memoryview, at: int) -> int:
+        count = file.read_into(data, at)
         if not count:
             raise self._damaged(f"{self.path.name} became shorter")
         return count
 
     def _mapped_slice(
-        self, descriptor: int, part: Slice, at: int, dtype: torch.dtype
+        self, file: OpenFile, part: Slice, at: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return a complete slice, mapped if the system allows it."""
         try:
             if self._map is None:
-                self._map = FileMap(descriptor, self.record.num_bytes)
+                self._map = FileMap(file, self.record.num_bytes)
             return self._map.tensor(at, part.box, dtype)
         except OSError:
             read = torch.empty(part.box.sizes, dtype=dtype, device="cpu")
-            self._pread(descriptor, memoryview(cast(Any, as_bytes(read).numpy())), at, False)
+            self._pread(file, memoryview(cast(Any, as_bytes(read).numpy())), at, False)
             return read
 
     def mapped_slice(self, part: Slice, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
@@ -657,5 +679,5 @@ class SliceFile:
         self._require_inside(part, stored, part.box.num_elements * dtype.itemsize)
         if self._map is not None:
             return self._map.tensor(stored.begin, part.box, dtype)
-        with self._open() as descriptor:
-            return self._mapped_slice(descriptor, part, stored.begin, dtype)
+        with self._open() as file:
+            return self._mapped_slice(file, part, stored.begin, dtype)

@@ -11,19 +11,21 @@ one at a time.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 
 from dure.checkpoint.catalog import NAME
+from dure.checkpoint.file_systems import open_file
 from dure.checkpoint.files import damaged
+from dure.checkpoint.fsspec_path import AnyPath
 from dure.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -37,7 +39,6 @@ from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, value_o
 from dure.checkpoint.restoring import was_written
 from dure.checkpoint.storage import done
 from dure.errors import CheckpointError
-from dure.trace.plain_files import open_plain
 
 __all__ = ["TorchFolder", "is_torch_folder"]
 
@@ -45,7 +46,7 @@ _METADATA = ".metadata"
 _CANNOT = "torch's checkpoint cannot be read"
 
 
-def is_torch_folder(folder: Path) -> bool:
+def is_torch_folder(folder: AnyPath) -> bool:
     """Return whether a folder has a checkpoint of torch, and none of Dure."""
     return (folder / _METADATA).is_file() and not (folder / NAME).exists()
 
@@ -160,12 +161,13 @@ class TorchFolder:
         CheckpointError: `.metadata` cannot be read, or has something that could run code.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: AnyPath) -> None:
         self._folder = folder
         path = folder / _METADATA
         try:
-            with os.fdopen(open_plain(path), "rb") as file:
-                found = _MetadataUnpickler(file).load()
+            with closing(open_file(path, follow=True)) as file:
+                content = io.BytesIO(file.read(0, file.num_bytes()))
+            found = _MetadataUnpickler(content).load()
         except Exception as e:  # of many classes: the bytes may be anything
             raise CheckpointError(_CANNOT, path=str(folder), seen=f"{path}: {e}") from e
         fault = _fault_of(found)
@@ -187,9 +189,8 @@ class TorchFolder:
             raise damaged(self._folder, f"{index.fqn}: {relative} is outside of the folder")
         path = self._folder / relative
         try:
-            with os.fdopen(open_plain(path), "rb") as file:
-                file.seek(place.offset)
-                stream = file.read(place.length)
+            with closing(open_file(path, follow=True)) as file:
+                stream = file.read(place.offset, place.length)
         except (OSError, ValueError) as e:
             raise CheckpointError(_CANNOT, path=str(self._folder), seen=f"{path}: {e}") from e
         if len(stream) != place.length:

@@ -39,8 +39,9 @@ from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Unreadable, catalog_of, not_shared
 from dure.checkpoint.contents import Catalog
 from dure.checkpoint.files import DTYPES, write_all
-from dure.checkpoint.folder import (
-    Folder,
+from dure.checkpoint.folder import Folder
+from dure.checkpoint.fsspec_path import local_path, path_of
+from dure.checkpoint.local_files import (
     Unflushed,
     flush,
     flush_name,
@@ -101,7 +102,7 @@ def _begin(folder: Folder, overwrite: bool) -> _FolderState:
         OSError: It cannot be made, or another job saves there.
         CheckpointError: The save would touch files that are not the weights of the folder.
     """
-    path = folder.path
+    path = local_path(folder.path, "a folder of weights")
     make(path)
     folder.hold()
     try:
@@ -483,7 +484,7 @@ def consolidate(
             dist.checkpoint.consolidate("run/model", "run/export", prefix="model.")
         ```
     """
-    folder, to = Path(folder), Path(to)
+    folder, to = path_of(folder), local_path(path_of(to), "a folder of weights")
     catalog = catalog_of(folder)
     leaves = catalog.leaves.items()
     stored = {n: str(v.value) for n, v in leaves if isinstance(v.value, Named)}

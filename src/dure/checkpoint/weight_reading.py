@@ -23,16 +23,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple, cast
 
 from dure.checkpoint.catalog import Unreadable
 from dure.checkpoint.contents import Catalog, StoredFile, columns_of
-from dure.checkpoint.files import DTYPES, damaged, open_file, read_file, too_new
+from dure.checkpoint.file_systems import names_in, open_file, read_file
+from dure.checkpoint.files import DTYPES, damaged, too_new
+from dure.checkpoint.fsspec_path import AnyPath
 from dure.checkpoint.slice_files import FileRecord, TensorKind
 from dure.checkpoint.slices import Box, fault_of_cover, full_box
 from dure.checkpoint.tree import tensor_node
@@ -80,7 +81,7 @@ class _FileHeader(NamedTuple):
     """The length of the file."""
 
 
-def catalog_of_weights(folder: Path) -> Catalog:
+def catalog_of_weights(folder: AnyPath) -> Catalog:
     """Return what a folder of weights contains; reads the index and the files' headers.
 
     Links are followed, as the files of a download cache are links.
@@ -95,7 +96,7 @@ def catalog_of_weights(folder: Path) -> Catalog:
         raise CheckpointError("the weights cannot be used", path=str(folder), seen=seen) from e
 
 
-def has_weights(folder: Path) -> bool:
+def has_weights(folder: AnyPath) -> bool:
     """Return whether a folder has an index, or files of weights."""
     try:
         return (folder / INDEX).exists() or bool(_files(folder))
@@ -103,7 +104,7 @@ def has_weights(folder: Path) -> bool:
         return False
 
 
-def _catalog(folder: Path) -> Catalog:
+def _catalog(folder: AnyPath) -> Catalog:
     placed, metadata = _index(folder)
     files = _files(folder) if placed is None else sorted(set(placed.values()))
     if not files:
@@ -135,7 +136,7 @@ def _catalog(folder: Path) -> Catalog:
 
 
 def cataloged(
-    folder: Path,
+    folder: AnyPath,
     kinds: dict[str, TensorKind],
     begins: Mapping[str, tuple[str, int]],
     records: Mapping[str, FileRecord],
@@ -168,7 +169,7 @@ def cataloged(
     return replace(catalog, digest=hashlib.sha256(text.encode()).digest())
 
 
-def _index(folder: Path) -> tuple[dict[str, str] | None, Mapping[str, Any]]:
+def _index(folder: AnyPath) -> tuple[dict[str, str] | None, Mapping[str, Any]]:
     """Return the index, None if there is none, and its metadata."""
     path = folder / INDEX
     if not path.exists():
@@ -176,12 +177,12 @@ def _index(folder: Path) -> tuple[dict[str, str] | None, Mapping[str, Any]]:
     fields = cast(dict[str, Any], parse_json(read_file(path.resolve())))
     placed = cast(dict[str, str], fields["weight_map"])
     for file in placed.values():
-        if Path(file).name != file:
+        if PurePath(file).name != file:
             raise Unreadable(f"{INDEX} names {file!r}, which leaves the folder")
     return placed, cast(dict[str, Any], fields.get("metadata") or {})
 
 
-def _text_of(folder: Path, metadata: Mapping[str, Any]) -> str | None:
+def _text_of(folder: AnyPath, metadata: Mapping[str, Any]) -> str | None:
     """Return the text of the checksums in metadata; None: it has none.
 
     Raises:
@@ -197,7 +198,7 @@ def _text_of(folder: Path, metadata: Mapping[str, Any]) -> str | None:
     return metadata.get(KEY)
 
 
-def indexed_files(folder: Path) -> set[str] | None:
+def indexed_files(folder: AnyPath) -> set[str] | None:
     """Return the files that the index of a folder names; None: there is no index.
 
     Raises:
@@ -211,16 +212,16 @@ def indexed_files(folder: Path) -> set[str] | None:
     return None if placed is None else set(placed.values())
 
 
-def _files(folder: Path) -> list[str]:
+def _files(folder: AnyPath) -> list[str]:
     """Return the files of a folder without an index."""
     if (folder / SINGLE).exists():
         return [SINGLE]
     unpublished = journaled(folder)
-    found = (name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    found = (name for name in names_in(folder) if name.endswith(".safetensors"))
     return sorted(name for name in found if name[0] != "." and name not in unpublished)
 
 
-def journaled(folder: Path) -> list[str]:
+def journaled(folder: AnyPath) -> list[str]:
     """Return the files that the journal of a save names.
 
     A journal that is cut short names nothing: its save had not changed anything yet.
@@ -229,28 +230,27 @@ def journaled(folder: Path) -> list[str]:
     with suppress(FileNotFoundError, ValueError):
         names = parse_json(read_file(folder / JOURNAL))
     named = cast(list[Any], names if isinstance(names, list) else [])
-    return [n for n in named if isinstance(n, str) and n == Path(n).name]
+    return [n for n in named if isinstance(n, str) and n == PurePath(n).name]
 
 
-def header_of(path: Path) -> _FileHeader:
+def header_of(path: AnyPath) -> _FileHeader:
     """Read the header of a file of safetensors.
 
     Raises:
         Unreadable, ValueError, OSError: It has none, or cannot be read.
     """
-    with os.fdopen(open_file(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = file.read(8)
+    with closing(open_file(path)) as file:
+        size, length = file.num_bytes(), file.read(0, 8)
         count = int.from_bytes(length, "little")
         if len(length) < 8 or count > min(_MAX_HEADER_BYTES, size - 8):
             raise Unreadable(f"{path.name} has no header of safetensors")
-        text = file.read(count)
+        text = file.read(8, count)
     entries = cast(dict[str, dict[str, Any]], parse_json(text))
     metadata = cast(dict[str, str], entries.pop("__metadata__", {}))
     return _FileHeader(length + text, entries, metadata, size)
 
 
-def _tensors(path: Path, header: _FileHeader) -> dict[str, tuple[TensorKind, int]]:
+def _tensors(path: AnyPath, header: _FileHeader) -> dict[str, tuple[TensorKind, int]]:
     """Return the kind and the position of each tensor of a file."""
     found: dict[str, tuple[TensorKind, int]] = {}
     before = len(header.data)

@@ -14,15 +14,39 @@ from dure.errors import CheckpointError
 
 if TYPE_CHECKING:
     from dure.checkpoint.contents import Catalog
+    from dure.checkpoint.fsspec_path import AnyPath
 
 __all__ = ["commands"]
 
+
+def _folder(text: str) -> str:
+    """Return a URL, or the path of a folder that exists."""
+    if not _is_url(_existing(text)) and not Path(text).is_dir():
+        raise typer.BadParameter(f"Directory {text!r} is a file.")
+    return text
+
+
+def _existing(text: str) -> str:
+    """Return a URL, or a path at which there is something."""
+    if not _is_url(text) and not Path(text).exists():
+        raise typer.BadParameter(f"Directory {text!r} does not exist.")
+    return text
+
+
+def _is_url(text: str) -> bool:
+    return "://" in text
+
+
 Folder = Annotated[
-    Path, typer.Argument(help="The folder of a checkpoint.", exists=True, file_okay=False)
+    str,
+    typer.Argument(callback=_folder, help="The folder of a checkpoint, a path or a URL."),
 ]
 Readable = Annotated[
-    Path,
-    typer.Argument(help="The folder of a checkpoint, or of weights.", exists=True, file_okay=False),
+    str,
+    typer.Argument(
+        callback=_folder,
+        help="The folder of a checkpoint, or of weights, a path or a URL.",
+    ),
 ]
 
 _NUM_SHOWN = 20
@@ -31,20 +55,22 @@ _LONGEST_VALUE = 60
 commands = typer.Typer(no_args_is_help=True)
 
 
-def _read(folder: Path) -> Catalog:
-    """Return what is in a checkpoint, or else in a folder of weights."""
+def _read(place: str) -> tuple[AnyPath, Catalog]:
+    """Return the path and the contents of a checkpoint, or else of a folder of weights."""
     from dure.checkpoint.catalog import NAME, catalog_of  # lazy: torch
+    from dure.checkpoint.fsspec_path import path_of  # lazy: torch
     from dure.checkpoint.weight_reading import catalog_of_weights, has_weights  # lazy: torch
 
+    folder = path_of(place)
     if not (folder / NAME).exists() and has_weights(folder):
-        return catalog_of_weights(folder)
-    return catalog_of(folder)
+        return folder, catalog_of_weights(folder)
+    return folder, catalog_of(folder)
 
 
 @commands.command(help="List the tensors and values of a checkpoint.")
 def show(folder: Readable) -> None:
     """Print names, kinds, slices and bytes; then values."""
-    catalog, console = _read(folder), Console()
+    (_, catalog), console = _read(folder), Console()
     table = Table(box=None, pad_edge=False)
     for column in ("tensor", "dtype", "shape", "slices", "bytes"):
         table.add_column(column, justify="right" if column in ("slices", "bytes") else "left")
@@ -69,7 +95,7 @@ def verify(folder: Readable) -> None:
     """Print each file that is not what was written; exit with 1 if there is one."""
     from dure.checkpoint.reading import faults  # lazy: torch
 
-    catalog = _read(folder)
+    path, catalog = _read(folder)
     if not catalog.has_sums:
         raise CheckpointError(
             "the weights cannot be verified",
@@ -77,7 +103,7 @@ def verify(folder: Readable) -> None:
             seen=f"they have no checksums; in {folder}",
             fix="Only weights that Dure saved have checksums.",
         )
-    found = faults(folder, catalog)
+    found = faults(path, catalog)
     for fault in found:
         print(fault)
     if found:
@@ -88,9 +114,10 @@ def verify(folder: Readable) -> None:
 @commands.command(help="Compare two checkpoints: names, kinds, values and bytes.")
 def diff(first: Folder, second: Folder) -> None:
     """Print the differences; exit with 1 if there is one."""
+    from dure.checkpoint.fsspec_path import path_of  # lazy: torch
     from dure.checkpoint.reading import differences  # lazy: torch
 
-    found = differences(first, second)
+    found = differences(path_of(first), path_of(second))
     for line in found[:_NUM_SHOWN]:
         print(line)
     if len(found) > _NUM_SHOWN:
@@ -124,14 +151,19 @@ def consolidate(
 @commands.command(help="Write a checkpoint in another form.")
 def convert(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
-            help="A folder of Dure, of torch.distributed.checkpoint (.distcp) or of weights, or a "
-            "file of torch.save.",
-            exists=True,
+            callback=_existing,
+            help="A folder of Dure, of torch.distributed.checkpoint (.distcp) or of weights, a "
+            "path or a URL; or a file of torch.save.",
         ),
     ],
-    target: Annotated[Path, typer.Argument(help="The folder or file that is written.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="The folder or file that is written; with --to dure a path or a URL.",
+        ),
+    ],
     to: Annotated[
         str, typer.Option(help="dure, safetensors, torch (one file) or distcp.")
     ] = "dure",

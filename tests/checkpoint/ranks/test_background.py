@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dure
-from dure.checkpoint import Checkpointer, CheckpointException, async_save, load, save, slice_files
+from dure.checkpoint import Checkpointer, CheckpointException, async_save, load, local_files, save
 from dure.errors import UsageError
 from dure.tensor import Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
@@ -27,14 +27,14 @@ class Gate(threading.Event):
 @pytest.fixture
 def gate(monkeypatch):
     opened = Gate()
-    write = slice_files.write_all
+    write = local_files.write_all
 
     def waiting(descriptor, data, *at):
         opened.reached.set()
         assert opened.wait(PATIENCE_S)
         write(descriptor, data, *at)
 
-    monkeypatch.setattr(slice_files, "write_all", waiting)
+    monkeypatch.setattr(local_files, "write_all", waiting)
     yield opened
     opened.set()
 

@@ -13,8 +13,8 @@ from dure.checkpoint import (
     HuggingFaceStorageWriter,
     async_save,
     load,
+    local_files,
     save,
-    slice_files,
 )
 from dure.checkpoint.state_dict import get_optimizer_state_dict
 from dure.errors import CheckpointError, CheckpointNotWritten, UsageError
@@ -51,21 +51,23 @@ def test_a_checkpointer_stays_in_its_folder_when_the_program_changes_to_another(
 
 
 def test_a_save_in_the_background_goes_to_the_folder_of_the_call(tmp_path, elsewhere, monkeypatch):
-    write = slice_files.write_all
+    write = local_files.write_all
 
     def after_the_change(*args):
         elsewhere()
         write(*args)
 
-    monkeypatch.setattr(slice_files, "write_all", after_the_change)
+    monkeypatch.setattr(local_files, "write_all", after_the_change)
     future = async_save({"w": counted(3)}, checkpoint_id="last")
     future.result(PATIENCE_S)
     assert _is_counted(tmp_path / "here" / "last")
 
 
-def test_a_url_is_refused_as_it_was_given():
-    with pytest.raises(UsageError, match="s3://bucket/run"):
-        save({}, storage_writer=FileSystemWriter("s3://bucket/run"))
+def test_a_url_is_named_as_it_was_given():
+    with pytest.raises(UsageError, match="none://bucket/run"):
+        save({}, storage_writer=FileSystemWriter("none://bucket/run"))
+    with pytest.raises(UsageError, match="memory://run"):  # ranks write to the same files
+        save({}, storage_writer=HuggingFaceStorageWriter("memory://run"))
 
 
 @pytest.mark.parametrize("below", ["", "run"])
@@ -99,7 +101,9 @@ def test_a_sharded_optimizer_itself_is_refused_with_the_call_that_works(rank, tm
     "kind",
     [FileSystemReader, FileSystemWriter, HuggingFaceStorageReader, HuggingFaceStorageWriter],
 )
-def test_a_folder_can_be_a_checkpoint_and_an_address_cannot(kind, tmp_path):
+def test_a_folder_can_be_a_checkpoint_and_an_unknown_address_cannot(kind, tmp_path):
     assert kind.validate_checkpoint_id(tmp_path / "new")
     assert kind.validate_checkpoint_id(str(tmp_path))
-    assert not kind.validate_checkpoint_id("s3://bucket/folder")
+    assert not kind.validate_checkpoint_id("none://bucket/folder")
+    is_weights = kind is HuggingFaceStorageWriter
+    assert kind.validate_checkpoint_id("memory://bucket/folder") is not is_weights

@@ -98,7 +98,7 @@ def test_what_cannot_be_saved_is_refused_by_name(rank, tmp_path):
 
 MISUSE = {
     "no folder": lambda at: save({}),
-    "a cloud": lambda at: save({}, checkpoint_id="s3://bucket/x"),
+    "an unknown store": lambda at: save({}, checkpoint_id="none://bucket/x"),
     "no planner": lambda at: load({}, checkpoint_id=at, planner=cast(Any, object())),
     "no collectives": lambda at: save({}, checkpoint_id=at, use_collectives=False),
     "not flat": lambda at: DefaultLoadPlanner(flatten_state_dict=False),
