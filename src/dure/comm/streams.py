@@ -1,6 +1,6 @@
 """Streams of accelerators in threads that work for another thread.
 
-A thread begins in the default stream of each device. What it copies to a device is therefore not
+A thread starts in the default stream of each device. Its copies to a device are therefore not
 ordered with the work of the thread that started it, unless it uses that thread's streams.
 """
 

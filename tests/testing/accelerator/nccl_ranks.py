@@ -254,3 +254,35 @@ def case_seeds_change_no_value_of_a_correct_program(rank: int, size: int) -> Non
             torch.get_device_module("sim").current_stream().wait_stream(side)
             total += t
         assert total.tolist() == [2.0 * (1 + 3 + 5 + 7)] * 3
+
+
+def case_of_3_a_ring_of_single_messages_is_a_deadlock(rank: int, size: int) -> None:
+    """Each host waits in its first message until the next rank has called it, too."""
+    with pytest.raises(Desync) as caught:
+        dist.isend(late(1.0), (rank + 1) % 3)
+    assert (caught.value.rank, caught.value.world_size) == (rank, 3)
+    assert caught.value.calls == {
+        0: "send of 12 uint8 to rank 1 (its first; waits for rank 1)",
+        1: "send of 12 uint8 to rank 2 (its first; waits for rank 2)",
+        2: "send of 12 uint8 to rank 0 (its first; waits for rank 0)",
+    }
+
+
+def case_of_3_a_ring_in_a_batch_is_none(rank: int, size: int) -> None:
+    received = torch.empty(3, device="sim")
+    send = dist.P2POp(dist.isend, late(rank + 1.0), (rank + 1) % 3)
+    receive = dist.P2POp(dist.irecv, received, (rank - 1) % 3)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    assert received.tolist() == [(rank - 1) % 3 + 1.0] * 3
+
+
+def case_of_3_a_ring_in_which_one_rank_receives_first_is_none(rank: int, size: int) -> None:
+    received = torch.empty(3, device="sim")
+    for sends in (rank > 0, rank == 0):
+        if sends:
+            work = dist.isend(late(rank + 1.0), (rank + 1) % 3)
+        else:
+            work = dist.irecv(received, (rank - 1) % 3)
+        work.wait()
+    assert received.tolist() == [(rank - 1) % 3 + 1.0] * 3

@@ -137,6 +137,8 @@ class Backend(Protocol):
     def close(self, abort: bool) -> None:
         """Leave: pending operations end with `Aborted`; peers see that this rank left.
 
+        Operations that run in a stream end first, unless `abort` is set.
+
         With ``abort=False`` the caller promises that no operation of its own is pending, and
         peers that still finish the last common operation must not be disturbed.
         """

@@ -614,6 +614,8 @@ class GroupCore:
     def close(self, abort: bool = False) -> None:
         """Leave the group: pending operations end with `Aborted`, later calls raise `UsageError`.
 
+        Operations over NCCL are waited for instead, unless `abort` is set.
+
         A forked child only forgets it: the connections are its parent's.
 
         Args:

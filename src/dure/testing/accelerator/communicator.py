@@ -6,6 +6,14 @@ the counterparts have arrived (launches.py), and writes the results. A thread fo
 reads that rank's log. The first entry of a log says that the rank has made the communicator: the
 host waits for those of all ranks, as NCCL does at the first operation.
 
+*Deadlocks of hosts.* In a ring in which every rank sends first, each host waits for the next rank
+to make their communicator. A host that waits writes a note into the store: for which communicator,
+for which ranks, and which communicators it has made. Rank p is *blocked by* rank q if p waits for
+q, and q's note does not have p's communicator. Ranks that are blocked by each other in a circle are
+deadlocked, even if notes are old: assume that a wait of the circle has ended. Then q has made p's
+communicator after its own note, so q's wait had ended before p's; and so on around the circle, so
+that p's wait had ended before it ended.
+
 Cost: each rank reads all that any rank sends, through the store.
 """
 
@@ -26,11 +34,12 @@ from dure.testing.accelerator import streams
 from dure.testing.accelerator.launches import Launch, Launches, Part
 from dure.testing.accelerator.streams import Stream
 
-__all__ = ["Communicator", "PendingOperation"]
+__all__ = ["Communicator", "Note", "PendingOperation", "encode"]
 
 _PIECE = timedelta(seconds=1)
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Launch).decode
+_NOTE = "creating"
 
 
 class _SharedLog(Protocol):
@@ -41,6 +50,26 @@ class _SharedLog(Protocol):
     wait: Callable[[list[str], timedelta], object]
     add: Callable[[str, int], int]
     deleteKey: Callable[[str], object]
+    check: Callable[[list[str]], bool]
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What a rank's host waits for: the other ranks of a communicator, to make it.
+
+    Attributes:
+        key: Of the communicator.
+        missing: The ranks that have not made it, as ranks of the group.
+        made: Keys of all communicators that the rank has made, this one too.
+        op: The first operation.
+    """
+
+    key: str
+    missing: list[int]
+    made: list[str]
+    op: str
+
+
+_decode_note = msgspec.msgpack.Decoder(Note).decode
 
 
 class PendingOperation(msgspec.Struct):
@@ -70,10 +99,18 @@ class Communicator:
         rank: This rank, of the group.
         timeout: How long the counterparts of a launch may take.
         group: Name of the group, for errors.
+        size: Ranks of the group.
     """
 
     def __init__(
-        self, store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timedelta, group: str
+        self,
+        store: Any,
+        key: str,
+        ranks: Sequence[int],
+        rank: int,
+        timeout: timedelta,
+        group: str,
+        size: int,
     ) -> None:
         self.stream = Stream()
         self.timeout = timeout
@@ -81,7 +118,7 @@ class Communicator:
         self._is_raised = False
         self._store: _SharedLog = store
         self._key, self._ranks, self._rank = key, [*ranks], self_rank(ranks, rank)
-        self._group = group
+        self._group, self._size = group, size
         self._launches = Launches(len(ranks))
         self._numbers: dict[tuple[str, int], int] = {}
         self._places: dict[tuple[str, int, int], int] = {}
@@ -97,12 +134,19 @@ class Communicator:
 
     # ---------------------------------------------------------------- launching
 
-    def create(self, op: str) -> None:
-        """Wait for all ranks to make the communicator, for their first operation."""
+    def create(self, op: str, made: Sequence[str]) -> None:
+        """Wait for all ranks to make the communicator, for their first operation.
+
+        Args:
+            op: The operation.
+            made: Keys of the communicators that this rank has made, this one too.
+        """
         self._append(Launch([]))
         streams.serve_demands_of(self)
-        streams.wait_for(_Creation(self, op))
-        self.check()
+        creation = _Creation(self, Note(self._key, [], [*made], op))
+        streams.wait_for(creation)
+        self.check()  # a note whose wait has failed stays: others are in the same circle
+        creation.end()
 
     def check(self) -> None:
         """Raise the communicator's error, if it has one."""
@@ -117,11 +161,11 @@ class Communicator:
         """
         self.check()
         self.stream.wait_stream(streams.current_stream())
-        numbers = [self._next_number(op.kind, op.peer) for op in operations]
-        parts = [
-            Part(op.kind, op.peer, number, op.text, op.form)
-            for op, number in zip(operations, numbers, strict=True)
-        ]
+        parts: list[Part] = []
+        for op in operations:
+            peer = self._ranks.index(op.peer) if op.peer >= 0 else -1
+            number = self._next_number(op.kind, peer)
+            parts.append(Part(op.kind, peer, number, op.text, op.form))
         started = _StartedLaunch(self, operations, Launch(parts))
         with streams.news:
             self.stream.add(started.start)
@@ -153,7 +197,7 @@ class Communicator:
             self._append(launch)
 
     def _append(self, launch: Launch) -> None:
-        self._store.set(f"{self._key}/{self._rank}/{self._num_logged}", _encode(launch))
+        self._store.set(f"{self._key}/{self._rank}/{self._num_logged}", encode(launch))
         self._num_logged += 1
 
     def _read_log(self, peer: int) -> None:
@@ -231,12 +275,47 @@ class Communicator:
             "group": self._group,
             "op": op or None,
             "rank": self._ranks[self._rank],
-            "world_size": len(self._ranks),
+            "world_size": self._size,
         }
 
     def not_made(self) -> list[int]:
         """Return the ranks that have not made the communicator."""
         return [rank for rank in range(len(self._ranks)) if rank not in self._made]
+
+    def named_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Return ranks of the communicator as ranks of the group."""
+        return [self._ranks[rank] for rank in ranks]
+
+    def publish(self, note: Note) -> None:
+        """Write what this rank's host waits for."""
+        self._store.set(self._note_of(self._ranks[self._rank]), encode(note))
+
+    def _note_of(self, rank: int) -> str:
+        return f"{_NOTE}/{rank}"
+
+    def blocked_hosts(self, note: Note) -> Desync | None:
+        """Return the error if this rank's host waits for hosts that wait for each other."""
+        start = self._ranks[self._rank]
+        notes, path = {start: note}, [start]
+        while True:
+            blocked = notes[path[-1]]
+            for rank in blocked.missing:
+                if rank not in notes and self._store.check([self._note_of(rank)]):
+                    notes[rank] = _decode_note(self._store.get(self._note_of(rank)))
+            blocking = [
+                r for r in blocked.missing if r in notes and blocked.key not in notes[r].made
+            ]
+            if not blocking:
+                return None
+            if blocking[0] in path:
+                circle = path[path.index(blocking[0]) :]
+                break
+            path.append(blocking[0])
+        calls = {
+            rank: f"{notes[rank].op} (its first; waits for rank {after})"
+            for rank, after in zip(circle, [*circle[1:], circle[0]], strict=True)
+        }
+        return self._desync("deadlock: ranks wait for each other", note.op, calls)
 
     def missing(self, launch: Launch) -> list[int]:
         """Return the ranks that have not started counterparts of this rank's launch."""
@@ -254,11 +333,14 @@ class Communicator:
     def find_error(self, launch: Launch, since: float) -> CommError | None:
         """Return why the counterparts of this rank's launch do not fit, or will not arrive."""
         if different := self._launches.mismatched(self._rank, launch):
-            return self._desync("ranks launched different operations", launch, different)
+            return self._desync(
+                "ranks launched different operations", str(launch), self._named(different)
+            )
         missing = self.missing(launch)
         # Before the next: a rank that has found the circle may have left.
         if circle := self._launches.deadlocked(self._rank):
-            return self._desync("deadlock: ranks wait for each other", launch, circle)
+            named = self._named(circle)
+            return self._desync("deadlock: ranks wait for each other", str(launch), named)
         for rank in missing:
             if rank in self._launches.gone:
                 return self._lost(rank, str(launch), "it has left the group")
@@ -277,15 +359,19 @@ class Communicator:
             **self.where(op),
         )
 
-    def _desync(self, what: str, launch: Launch, calls: dict[int, str]) -> Desync:
-        named = {self._ranks[rank]: text for rank, text in sorted(calls.items())}
+    def _named(self, calls: dict[int, str]) -> dict[int, str]:
+        """Return calls by rank of the group."""
+        return {self._ranks[rank]: text for rank, text in calls.items()}
+
+    def _desync(self, what: str, op: str, calls: dict[int, str]) -> Desync:
+        named = dict(sorted(calls.items()))
         return Desync(
             what,
             calls=named,
             seen="; ".join(f"rank {rank}: {text}" for rank, text in named.items()),
             fix="Launch the operations of a group in the same order on all its ranks, and messages "
             "in both directions with batch_isend_irecv. NCCL would hang, or corrupt memory.",
-            **self.where(str(launch)),
+            **self.where(op),
         )
 
     def _lost(self, rank: int, op: str, seen: str) -> PeerLost:
@@ -302,8 +388,9 @@ def self_rank(ranks: Sequence[int], rank: int) -> int:
 class _Creation:
     """All ranks make a communicator; see `streams.Remote`."""
 
-    def __init__(self, communicator: Communicator, op: str) -> None:
-        self._communicator, self._op, self._since = communicator, op, time.monotonic()
+    def __init__(self, communicator: Communicator, note: Note) -> None:
+        self._communicator, self._note, self._since = communicator, note, time.monotonic()
+        self._is_published = False
 
     def has_arrived(self) -> bool:
         return self._communicator.error is not None or not self._communicator.not_made()
@@ -311,9 +398,20 @@ class _Creation:
     def look(self) -> None:
         made = self._communicator
         missing = made.not_made()
+        note = msgspec.structs.replace(self._note, missing=made.named_ranks(missing))
+        if note != self._note:
+            self._note, self._is_published = note, True
+            made.publish(note)
+        if missing and (error := made.blocked_hosts(note)):
+            made.fail(error)
         if missing and time.monotonic() - self._since > made.timeout.total_seconds():
             seen = "they have not called their first operation of this communicator"
-            made.fail(made.late(missing, self._op, seen))
+            made.fail(made.late(missing, note.op, seen))
+
+    def end(self) -> None:
+        """Change the note of this rank: it waits for none. Others may be about to read it."""
+        if self._is_published:
+            self._communicator.publish(msgspec.structs.replace(self._note, missing=[]))
 
 
 class _StartedLaunch:

@@ -272,9 +272,9 @@ class SimulatedNCCL:
         made = self._communicators.get(key)
         if made is None:
             made = self._communicators[key] = Communicator(
-                self._store, key, ranks, self._rank, self._timeout, self._name
+                self._store, key, ranks, self._rank, self._timeout, self._name, self._size
             )
-            made.create(op)
+            made.create(op, [*self._communicators])
         return made
 
     def _set_default_timeout(self, timeout: timedelta) -> None:

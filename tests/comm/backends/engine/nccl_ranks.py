@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 
 import dure as dist
+from dure.errors import Aborted, CommTimeout
 from dure.testing.accelerator import Stream
 from tests.testing.accelerator import simulated_ranks
 from tests.testing.accelerator.simulated_ranks import host_values, late
@@ -142,3 +145,42 @@ def case_what_was_waited_for_ends_before_the_group(rank: int, size: int) -> None
     dist.all_reduce(t, group=group)
     dist.destroy_process_group(group)
     assert t.tolist() == [3.0] * 3
+
+
+def case_a_group_is_left_when_its_operations_have_ended(rank: int, size: int) -> None:
+    """Also those that nothing has waited for, as in torch."""
+    group, t = dist.new_group([0, 1]), late(rank + 1.0)
+    gathered = torch.empty(2, device="sim")
+    works = [
+        dist.all_reduce(t, group=group, async_op=True),
+        dist.all_gather_single(gathered, late(rank + 1.0, 1), group=group, async_op=True),
+    ]
+    dist.destroy_process_group(group)
+    assert (host_values(t), host_values(gathered)) == ([3.0] * 3, [1.0, 2.0])
+    for work in works:
+        work.wait()
+
+
+def case_an_aborted_group_does_not_wait(rank: int, size: int) -> None:
+    group: Any = dist.new_group([0, 1])
+    dist.all_reduce(late(1.0), group=group)
+    torch.get_device_module("sim").synchronize()
+    dist.all_gather_object([None, None], rank)
+    if rank == 0:
+        work = dist.all_reduce(late(1.0), group=group, async_op=True)
+        group.abort()
+        with pytest.raises(Aborted):
+            work.wait()
+    dist.all_gather_object([None, None], rank)
+
+
+def case_a_group_whose_peer_is_missing_is_left_with_an_error(rank: int, size: int) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+    dist.all_reduce(late(1.0), group=group)
+    torch.get_device_module("sim").synchronize()
+    if rank == 0:
+        dist.all_reduce(late(1.0), group=group, async_op=True).disown()
+        with pytest.raises(CommTimeout) as caught:
+            dist.destroy_process_group(group)
+        assert caught.value.missing == (1,)
+    dist.all_gather_object([None, None], rank)

@@ -12,7 +12,12 @@ from tests.parallel.fsdp.procs.simulated_ranks import errors_of
 from tests.testing.accelerator.simulated_ranks import cases_of, chosen
 
 CASES = cases_of(host_memory_ranks)
-OVER_NCCL = ("a_step", "hooks_get_gradients", "shards_are_written_after_a_forward")
+OVER_NCCL = (
+    "a_step",
+    "gradients_are_added",
+    "hooks_get_gradients",
+    "shards_are_written_after_a_forward",
+)
 Errors = dict[str, list[str]]
 
 

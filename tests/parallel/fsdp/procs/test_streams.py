@@ -9,7 +9,14 @@ from tests.parallel.fsdp.procs.simulated_ranks import errors_of, run
 from tests.testing.accelerator.simulated_ranks import cases_of, chosen
 
 CASES = cases_of(simulated_ranks)
-OVER_NCCL = ("a_step",)
+OVER_NCCL = (
+    "a_step",
+    "a_hook_of_the_program_reads_the_gradient",
+    "unshard_sees_what_was_written",
+    "low_precision",
+    "of_4_parts_are_kept_until_backward",
+)
+"""At least one for each wait between streams."""
 
 
 @pytest.fixture(scope="module")

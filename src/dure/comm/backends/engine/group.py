@@ -397,7 +397,11 @@ class EngineGroup:
             self._engine.set_timeout(timeout)
 
     def close(self, abort: bool) -> None:
-        """See `Backend.close`: pending operations fail."""
+        """See `Backend.close`: pending operations fail, unless they run in a stream.
+
+        The host does not wait for those, even if the program's streams do. So as in torch the group
+        is left when they have ended, also if nothing has waited for them.
+        """
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -407,12 +411,15 @@ class EngineGroup:
         self._state.left.set()
         if self._exits is not None:
             self._exits.publish("left")
-        if abort or pending:
-            engine.break_off()
-            keep_engine(engine, works)
-        else:
-            engine.leave()
-        drop_engines()
+        ends = self.in_stream and not self._state.has_failed
+        try:
+            if abort or (pending and not ends):
+                engine.break_off()
+                keep_engine(engine, works)
+            else:
+                engine.leave()
+        finally:
+            drop_engines()
 
 
 def _copying_back(

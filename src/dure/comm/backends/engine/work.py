@@ -13,7 +13,8 @@ record*; a rank that finds an error reads the record for a moment before it make
 rank reads or writes it otherwise. The store may have died with the rank that serves it, so it is
 read on a thread, for which the rank waits at most `_ASK_S`.
 
-**Leaving.** With no work pending the engine is closed in order, otherwise it is broken off.
+**Leaving.** With no work pending the engine is closed in order, otherwise it is broken off. NCCL's
+work runs in a stream, and leaving waits for it, as torch's `destroy_process_group` does.
 Collectives are kept until they have ended, because the engine uses their memory; messages only as
 long as the user keeps their requests.
 
@@ -115,6 +116,11 @@ class EngineState(GroupState):
         super().__init__(options.name, options.rank, options.size)
         self._exits, self._break_off = exits, break_off
         self._failed = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an operation has failed, and the connections were closed."""
+        return self._failed
 
     def translate(
         self, error: Exception, op: str, began: float, peer: int | None = None
