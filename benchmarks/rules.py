@@ -70,7 +70,9 @@ FAMILIES: dict[str, tuple[str, Sequence[str]]] = {
     "matmul": (
         "Matrix products",
         ("a @ b", "torch.addmm(bias, a, b)", "torch.bmm(left, right)",
-         "torch.baddbmm(added, left, right)"),
+         "torch.baddbmm(added, left, right)", "torch._int_mm(int8, square8)",
+         "torch._scaled_mm(float8, float8_square.t(), one, one, out_dtype=torch.bfloat16)",
+         "torch._grouped_mm(halves, experts, offs=ends)"),
     ),
     "reductions": (
         "Reductions",
@@ -176,6 +178,8 @@ WITHOUT_A_RULE = (
 
 NOT_ON_CPU = {
     torch.ops.aten._fused_rms_norm_backward.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm_backward.default,
     *attention.FORWARD,
     *attention.BACKWARD,
 }
@@ -186,7 +190,12 @@ def tensors() -> dict[str, Any]:
     torch.manual_seed(0)
     x = torch.rand(4, 6)
     image = torch.rand(2, 4, 8, 8)
+    int8, square = torch.ones(64, 32, dtype=torch.int8), torch.ones(32, 32)
     found: dict[str, Any] = {
+        "int8": int8, "square8": square.to(torch.int8), "float8": int8.to(torch.float8_e4m3fn),
+        "float8_square": square.to(torch.float8_e4m3fn), "halves": square.to(torch.bfloat16),
+        "experts": torch.ones(2, 32, 32, dtype=torch.bfloat16),
+        "ends": torch.tensor([16, 32], dtype=torch.int32),
         "x": x, "y": torch.rand(4, 6), "row": torch.rand(1, 6), "v": torch.rand(6),
         "one": torch.tensor(1.0), "line": torch.rand(4), "cube": torch.rand(2, 4, 6),
         "pairs": torch.rand(4, 6, 2), "z": torch.rand(4, 6, dtype=torch.complex64),

@@ -79,22 +79,26 @@ def _group_norm_backward(call: OpCall) -> list[AxisStrategy]:
 
 # ---- batches -------------------------------------------------------------------------------------
 
-_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd")
+_CHANNELS = (
+    "weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var",
+)  # fmt: skip
 
 
-@rule(aten.native_batch_norm.default, local=zeros_where_empty)
+@rule(aten.native_batch_norm.default, aten.cudnn_batch_norm.default, local=zeros_where_empty)
 def _batch_norm(call: OpCall) -> list[AxisStrategy]:
     training = call.arg("training")
     saved = Shard(0) if training else R
-    if not training and call.operands[0].mesh.device_type == "cpu":  # nothing is saved there
+    is_native = call.op is aten.native_batch_norm.default
+    if is_native and not training and call.operands[0].mesh.device_type == "cpu":  # saves nothing
         none = TensorMeta.of(torch.empty(0, dtype=call.operands[0].meta.dtype, device="cpu"))
         call.outputs = (call.outputs[0], none, none)
     if call.operands[0].ndim < 2:
         return []
     channels = _by_name(call, {"input": Shard(1), **dict.fromkeys(_CHANNELS, Shard(0))})
-    found = [AxisStrategy(channels, (Shard(1), saved, saved))]
+    own = (R,) * (len(call.outputs) - 3)  # cuDNN's own memory, which backward takes unchanged
+    found = [AxisStrategy(channels, (Shard(1), saved, saved, *own))]
     if not training:
-        found.append(AxisStrategy(_by_name(call, {"input": Shard(0)}), (Shard(0), R, R)))
+        found.append(AxisStrategy(_by_name(call, {"input": Shard(0)}), (Shard(0), R, R, *own)))
     return found
 
 
@@ -108,3 +112,10 @@ def _batch_norm_backward(call: OpCall) -> list[AxisStrategy]:
         rows = _by_name(call, {"grad_out": Shard(0), "input": Shard(0)})
         found.append(AxisStrategy(rows, (Shard(0), SUM, SUM)))
     return found + with_one(call)
+
+
+@rule(aten.cudnn_batch_norm_backward.default, local=zeros_where_empty)
+def _cudnn_batch_norm_backward(call: OpCall) -> list[AxisStrategy]:
+    """Return the strategy for channels: rows are all of one rank, as in forward in training."""
+    cuts = {"input": Shard(1), "grad_output": Shard(1), **dict.fromkeys(_CHANNELS, Shard(0))}
+    return [AxisStrategy(_by_name(call, cuts), (Shard(1), Shard(0), Shard(0))), *with_one(call)]

@@ -39,3 +39,109 @@ def test_a_linear_of_rows_cut_twice_sends_nothing(mesh, cuts):
         (y * y).sum().backward()
     assert mode.get_total_counts() == 0
     assert y.placements == x.grad.placements == cuts
+
+
+# ---- kernels of low precision --------------------------------------------------------------------
+
+F8 = torch.float8_e4m3fn
+
+
+def whole(*shape, dtype=torch.float32, most=2):
+    """Return whole numbers, so that sums are exact."""
+    return torch.randint(-most, most + 1, shape).to(dtype)
+
+
+def test_a_product_of_int8():
+    check(torch._int_mm, whole(128, 64, dtype=torch.int8), whole(64, 64, dtype=torch.int8))
+    left, right = whole(64, 32, dtype=torch.int8), whole(32, 32, dtype=torch.int8)
+    for a, b, c in (
+        (Shard(0), Replicate(), Shard(0)),
+        (Replicate(), Shard(1), Shard(1)),
+        (Shard(1), Shard(0), Partial()),
+    ):
+        assert placed(torch._int_mm, (left, [a]), (right, [b])) == [[c]]
+
+
+def test_a_product_of_int8_is_cut_into_sizes_that_gpus_take():
+    """More than 16 rows for each rank; columns and inner dimension in multiples of 16."""
+    check(torch._int_mm, whole(32, 24, dtype=torch.int8), whole(24, 8, dtype=torch.int8))
+    rows = whole(32, 24, dtype=torch.int8), [Shard(0)]
+    columns = whole(24, 8, dtype=torch.int8), [Shard(1)]
+    assert placed(torch._int_mm, rows, columns) == [[Replicate()]]
+
+
+def scaled(left, right, *scales, **options):
+    return torch._scaled_mm(left, right.t(), *scales, out_dtype=torch.bfloat16, **options)
+
+
+SCALES = {"one": ((), ()), "each row and column": ((128, 1), (1, 64))}
+
+
+@pytest.mark.parametrize("shapes", SCALES.values(), ids=SCALES)
+def test_a_scaled_product_of_float8(shapes):
+    scales = [2.0 ** torch.randint(-1, 2, shape) for shape in shapes]
+    check(scaled, whole(128, 64, dtype=F8), whole(64, 64, dtype=F8), *scales, meshes=((4,),))
+
+
+def test_a_scaled_product_with_a_bias():
+    def biased(left, right, bias):
+        one = left.new_ones((), dtype=torch.float32)
+        return scaled(left, right, one, one, bias=bias)
+
+    bias = whole(64, dtype=torch.bfloat16)
+    check(biased, whole(32, 64, dtype=F8), whole(64, 64, dtype=F8), bias, meshes=((2,),))
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_scales_are_cut_with_the_rows_and_columns_that_they_scale(cut):
+    whole_one, own = [Replicate()], [Shard(cut)]
+    rows, columns = whole(64, 32, dtype=F8), whole(32, 32, dtype=F8)
+    operands = [
+        (rows, own if cut == 0 else whole_one),
+        (columns, [Shard(0)] if cut == 1 else whole_one),  # transposed in the call
+        (torch.ones(64, 1), own if cut == 0 else whole_one),
+        (torch.ones(1, 32), own if cut == 1 else whole_one),
+    ]
+
+    def sending_nothing(*tensors):
+        with CommDebugMode() as mode:
+            found = scaled(*tensors)
+        assert mode.get_total_counts() == 0
+        return found
+
+    assert placed(sending_nothing, *operands) == [own]
+
+
+GROUPED = {
+    "groups of rows": ((32, 64), (3, 64, 64), [8, 8, 32]),
+    "groups of columns": ((3, 64, 64), (64, 32), [8, 24, 32]),
+    "groups of the inner dimension": ((64, 32), (32, 64), [8, 24, 32]),
+    "a batch": ((4, 64, 64), (4, 64, 64), None),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_product_for_each_group(name):
+    left, right, ends = GROUPED[name]
+    operands = [whole(*shape, dtype=torch.bfloat16, most=1) for shape in (left, right)]
+    if ends is not None:
+        operands.append(torch.tensor(ends, dtype=torch.int32))
+
+    def grouped(a, b, offs=None):
+        return torch._grouped_mm(a, b, offs=offs)
+
+    check(grouped, *operands, meshes=((4,),))
+
+
+def test_experts_are_cut_by_columns_and_inner_dimension():
+    rows, ends = whole(32, 64, dtype=torch.bfloat16), torch.tensor([8, 32], dtype=torch.int32)
+    experts = whole(2, 64, 64, dtype=torch.bfloat16)
+
+    def grouped(a, b, offs):
+        return torch._grouped_mm(a, b, offs=offs)
+
+    for a, b, product in (
+        (Replicate(), Shard(2), Shard(1)),
+        (Shard(1), Shard(1), Partial()),
+    ):
+        assert placed(grouped, (rows, [a]), (experts, [b]), (ends, [Replicate()])) == [[product]]
