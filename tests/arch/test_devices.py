@@ -43,7 +43,6 @@ NAMES_CUDA = {
     "comm/queries.py": "asks whether NCCL can run",
     "comm/backends/torch_engine.py": "NCCL itself",
     "launch/functions.py": "asks whether CUDA was used before a fork",
-    "mesh/device_mesh.py": "chooses a GPU for a mesh of cuda, as torch does",
     "parallel/amp/scaler.py": "the default device, as torch's",
     "parallel/dp/devices.py": "the default devices, as torch's",
     "parallel/dp/splitting.py": "asks whether there are GPUs",

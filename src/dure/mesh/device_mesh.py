@@ -691,8 +691,11 @@ def _overrides(
 
 
 def _choose_device(device_type: str) -> None:
-    """Bind this process to the GPU of its number on the host, unless the program has chosen one."""
-    if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized():
+    """Bind this process to the device of its number on the host, unless the program has chosen."""
+    module: Any = getattr(torch, device_type, None)  # torch.cuda and modules like it
+    if any(not hasattr(module, name) for name in ("is_initialized", "set_device")):
+        return  # the CPU, for example
+    if module.is_available() and not module.is_initialized():
         local_rank = env.text("LOCAL_RANK")
         if local_rank is not None:
-            torch.cuda.set_device(int(local_rank) % torch.cuda.device_count())
+            module.set_device(int(local_rank) % module.device_count())

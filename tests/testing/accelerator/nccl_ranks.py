@@ -258,8 +258,9 @@ def case_seeds_change_no_value_of_a_correct_program(rank: int, size: int) -> Non
 
 def case_of_3_a_ring_of_single_messages_is_a_deadlock(rank: int, size: int) -> None:
     """Each host waits in its first message until the next rank has called it, too."""
+    group = dist.new_group([0, 1, 2], timeout=LONG)
     with pytest.raises(Desync) as caught:
-        dist.isend(late(1.0), (rank + 1) % 3)
+        dist.isend(late(1.0), (rank + 1) % 3, group=group)
     assert (caught.value.rank, caught.value.world_size) == (rank, 3)
     assert caught.value.calls == {
         0: "send of 12 uint8 to rank 1 (its first; waits for rank 1)",
