@@ -3,6 +3,7 @@
 
 #include <nanobind/stl/shared_ptr.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -23,17 +24,25 @@ constexpr size_t kLargeCopyBytes = 4 * 1024 * 1024;  // more than a core's own c
 QuickerWay giving;
 
 // A message as bytes; True: the ticket is done; None: neither in time; False: it was closed.
-nb::object next(Inbox& inbox, const std::shared_ptr<Inbox::Ticket>& ticket, double seconds) {
+// `asked`: through it went, patiently, what the ticket waits for.
+nb::object next(Inbox& inbox, const std::shared_ptr<Inbox::Ticket>& ticket, double seconds,
+                const std::shared_ptr<Outbox>& asked) {
     std::string message;
     // Python's lock stays with who has it as long as there is something to do: another thread would
     // have to be woken to take it.
     Inbox::Got got = inbox.take(ticket, false, message);
     if (got == Inbox::Got::nothing) {
-        const int64_t deadline_ns = now_ns() + nanoseconds(seconds);
+        const int64_t begin_ns = now_ns(), deadline_ns = begin_ns + nanoseconds(seconds);
+        std::shared_ptr<Outbox> quiet = asked;  // rings if there is no answer soon
         do {
             {
                 const WithoutGil release;
-                inbox.wait(ticket, deadline_ns);
+                const int64_t soon_ns = quiet ? begin_ns + kBackNs : deadline_ns;
+                inbox.wait(ticket, std::min(soon_ns, deadline_ns));
+                if (quiet && now_ns() >= soon_ns) {
+                    quiet->remind();
+                    quiet.reset();
+                }
             }
             got = inbox.take(ticket, true, message);
         } while (got == Inbox::Got::nothing && now_ns() < deadline_ns);
@@ -51,8 +60,8 @@ nb::object next(Inbox& inbox, const std::shared_ptr<Inbox::Ticket>& ticket, doub
     return nb::none();
 }
 
-bool send(Outbox& outbox, const nb::bytes& message) {
-    return outbox.send(static_cast<const std::byte*>(message.data()), message.size());
+bool send(Outbox& outbox, const nb::bytes& message, bool patient) {
+    return outbox.send(static_cast<const std::byte*>(message.data()), message.size(), patient);
 }
 
 // Memory of this process' heap, a copy of what is at `address`, that is another's alone once this
@@ -107,7 +116,8 @@ void bind_inbox(nb::module_& m) {
     nb::class_<Inbox>(m, "Inbox")
         .def(nb::init<>())
         .def_prop_ro("offset", &Inbox::offset)
-        .def("next", &next, nb::arg("ticket").none(), nb::arg("seconds"))
+        .def("next", &next, nb::arg("ticket").none(), nb::arg("seconds"),
+             nb::arg("asked").none() = nb::none())
         .def("complete", &Inbox::complete)
         .def("post",
              [](Inbox& inbox, const nb::bytes& message) {
@@ -115,7 +125,9 @@ void bind_inbox(nb::module_& m) {
              })
         .def("forget", &Inbox::forget)
         .def("close", &Inbox::close);
-    nb::class_<Outbox>(m, "Outbox").def_static("claim", &Outbox::claim).def("send", &send);
+    nb::class_<Outbox>(m, "Outbox")
+        .def_static("claim", &Outbox::claim)
+        .def("send", &send, nb::arg("message"), nb::arg("patient") = false);
     m.def("heap_give", &give, nb::arg("bytes"), nb::arg("to"), nb::arg("address") = 0);
     m.def("heap_share", &share);
     m.def("heap_lend", &lend, nb::arg("address"), nb::arg("to").none());

@@ -16,11 +16,13 @@ constexpr int64_t kBusyNs = 1'000'000;    // after a message, while more are exp
 constexpr int64_t kSpinNs = 500'000;      // then one thread looks so long before it sleeps
 constexpr int64_t kStretchNs = 4'000;     // without giving the core to somebody else
 constexpr int64_t kContendedNs = 40'000;  // a yield that long: others need the core
-constexpr int64_t kBackNs = 50'000;       // so long a short call takes
 constexpr int64_t kMostDozeNs = 200'000;
 constexpr size_t kHead = sizeof(uint64_t);
 constexpr uint32_t kPlaces = 16;  // of threads with tickets, and as many of threads without
 constexpr uint32_t kTicketed = ~uint32_t{0} << kPlaces;
+
+// A time on the page: never 0.
+uint32_t stamp(int64_t ns) { return static_cast<uint32_t>(ns / 1000) | 1; }
 
 size_t room_of(size_t bytes) { return kHead + (bytes + kHead - 1) / kHead * kHead; }
 
@@ -64,7 +66,10 @@ uint64_t Inbox::offset() const {
 
 void Inbox::wait(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns) {
     std::lock_guard hold(lock_);
-    if (served_by_ == std::this_thread::get_id()) served_ns_ = 0;
+    if (served_by_ == std::this_thread::get_id()) {
+        served_ns_ = 0;
+        page_.served_us.store(0);
+    }
     bool in_vain = false;  // has looked
     while (true) {
         const int64_t now = now_ns();
@@ -73,8 +78,8 @@ void Inbox::wait(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns) {
         if (now >= deadline_ns || (there && !soon_back)) break;
         if (there)
             doze();
-        else if (!looking_ && !in_vain && now - last_ns_ < kBusyNs)
-            in_vain = !look_around(std::min(now + kSpinNs, deadline_ns));
+        else if ((!looking_ || (mine && looks_without_)) && !in_vain && now - last_ns_ < kBusyNs)
+            in_vain = !look_around(mine != nullptr, std::min(now + kSpinNs, deadline_ns));
         else
             sleep(mine.get(), deadline_ns);
     }
@@ -96,6 +101,7 @@ Inbox::Got Inbox::take(const std::shared_ptr<Ticket>& mine, bool waited, std::st
     if (got == Got::message && !mine) {
         served_ns_ = last_ns_;
         served_by_ = std::this_thread::get_id();
+        page_.served_us.store(stamp(served_ns_));
     }
     if (got == Got::nothing && !waited) return got;
     // Somebody is to be woken by the next message, and by what is there.
@@ -122,9 +128,12 @@ bool Inbox::is_something_there(const Ticket* mine) const {
     return closed_ || (mine ? mine->done : !posted_.empty()) || pending();
 }
 
-// With the lock: look at the rings for a while, without it. False: in vain.
-bool Inbox::look_around(int64_t until_ns) {
+// With the lock: look at the rings for a while, without it, instead of whoever looks. False: in
+// vain.
+bool Inbox::look_around(bool ticketed, int64_t until_ns) {
+    const uint64_t mine = ++look_;
     looking_ = true;
+    looks_without_ = !ticketed;
     called_.store(false);
     page_.wake.store(0);
     lock_.unlock();
@@ -132,7 +141,8 @@ bool Inbox::look_around(int64_t until_ns) {
     bool found = false;
     while (!found) {
         for (int i = 0; i < 16 && !found; i++) {
-            found = pending() || called_.load(std::memory_order_relaxed);
+            found = pending() || called_.load(std::memory_order_relaxed) ||
+                    look_.load(std::memory_order_relaxed) != mine;
             relax();
         }
         const int64_t now = now_ns();
@@ -143,7 +153,7 @@ bool Inbox::look_around(int64_t until_ns) {
         if (yielded_ns - now >= kContendedNs) break;
     }
     lock_.lock();
-    looking_ = false;
+    if (look_.load() == mine) looking_ = false;
     return found || pending();
 }
 
@@ -276,7 +286,7 @@ Outbox::~Outbox() {
     ring_.sender.store(0);
 }
 
-bool Outbox::send(const std::byte* data, size_t bytes) {
+bool Outbox::send(const std::byte* data, size_t bytes, bool patient) {
     if (bytes > kMostBytes) return false;
     std::lock_guard hold(lock_);
     const uint64_t written = ring_.written.load(std::memory_order_relaxed);
@@ -287,11 +297,22 @@ bool Outbox::send(const std::byte* data, size_t bytes) {
     copy_in(ring_, written + kHead, data, bytes);
     ring_.written.store(written + room_of(bytes), std::memory_order_release);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    // One ring of the bell is enough, until somebody sleeps or leaves again.
-    if (page_.wake.load(std::memory_order_relaxed) != 0) {
-        if (const uint32_t bits = page_.wake.exchange(0)) ring_bell(page_.bell, bits, 1);
+    if (page_.wake.load(std::memory_order_relaxed) == 0) return true;
+    if (const uint32_t served_us = page_.served_us.load(); patient && served_us) {
+        // Who serves a short call finds this when it is back.
+        if (stamp(now_ns()) - served_us < kBackNs / 1000) return true;
     }
+    ring();
     return true;
+}
+
+void Outbox::remind() {
+    if (ring_.written.load() != ring_.read.load() && page_.wake.load() != 0) ring();
+}
+
+// One ring of the bell is enough, until somebody sleeps or leaves again.
+void Outbox::ring() {
+    if (const uint32_t bits = page_.wake.exchange(0)) ring_bell(page_.bell, bits, 1);
 }
 
 }  // namespace dure

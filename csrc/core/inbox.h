@@ -14,16 +14,19 @@
 // time if there was a message not long ago, for then another often follows, and gives its core away
 // now and then to whom it may be looking out for. The others sleep on the bell, each under one of
 // 32 bits: the upper half is for threads with tickets, which do not take what is posted, and no
-// thread of one kind is ever woken in place of one of the other. The page says whom a sender is to
-// wake: nobody while somebody looks, or was woken and has not taken anything yet; the one with a
-// ticket, if one sleeps, for what comes is most likely its answer; else any.
+// thread of one kind is ever woken in place of one of the other. One with a ticket looks instead of
+// one without, which would have to wake it for its answer. The page says whom a sender is to wake:
+// nobody while somebody looks, or was woken and has not taken anything yet; the one with a ticket,
+// if one sleeps, for what comes is most likely its answer; else any.
 //
 // *Short calls stay in one thread.* Threads of Python run one at a time, and to hand a message to a
 // second one costs more than a short call. So a thread takes its message with Python's lock held
 // (`wait`, then `take`): none is in the hands of a thread that cannot run. And a thread without a
 // ticket that is woken while another one serves a message dozes until that one had kBackNs to come
 // back for the next; meanwhile nobody else is woken. Only if it does not, for its call is a long
-// one, the dozing thread takes over. The more often it was not needed, the longer it dozes.
+// one, the dozing thread takes over. The more often it was not needed, the longer it dozes. A
+// sender that waits for the answer itself is *patient*: it wakes nobody in these kBackNs
+// (`served_us`), and rings afterwards, if its message is still there.
 //
 // *The bell.* A sender writes, and then looks whom to wake; a thread that is about to sleep says
 // so, and then looks at the rings once more. Both are fenced, so one of them sees the other.
@@ -59,6 +62,7 @@ namespace dure {
 constexpr int kRings = 16;
 constexpr size_t kRingBytes = 64 * 1024;
 constexpr size_t kMostBytes = kRingBytes / 4;  // of one message
+constexpr int64_t kBackNs = 50'000;            // so long a short call takes
 
 struct MessageRing {
     Word sender;  // its pid; 0: nobody's
@@ -70,7 +74,8 @@ struct MessageRing {
 struct InboxPage {
     uint64_t magic;
     alignas(64) Word bell;
-    Word wake;  // the bits of those of whom a sender is to wake one
+    Word wake;       // the bits of those of whom a sender is to wake one
+    Word served_us;  // when a thread without a ticket last left with a message; 0: it is back
     alignas(64) MessageRing rings[kRings];
 };
 
@@ -110,7 +115,7 @@ class Inbox {
     bool is_something_there(const Ticket* mine) const;
     bool read(std::string& message);
     bool pending() const;
-    bool look_around(int64_t until_ns);
+    bool look_around(bool ticketed, int64_t until_ns);
     void sleep(Ticket* mine, int64_t deadline_ns);
     void doze();
     uint32_t preferred() const;
@@ -125,6 +130,8 @@ class Inbox {
     uint32_t sleeping_ = 0;           // the bits of those that sleep
     uint32_t next_place_ = 0;
     bool looking_ = false;
+    bool looks_without_ = false;       // who looks has no ticket
+    std::atomic<uint64_t> look_{0};    // which look around it is
     bool dozing_ = false;              // a thread without a ticket
     int64_t doze_ns_ = 0;              // how long the next one does
     int woken_ = 0;                    // threads that have waited, and have not taken anything yet
@@ -146,10 +153,14 @@ class Outbox {
     Outbox(const Outbox&) = delete;
     Outbox& operator=(const Outbox&) = delete;
 
-    // False: it does not fit, now or ever.
-    bool send(const std::byte* data, size_t bytes);
+    // False: it does not fit, now or ever. `patient`: the sender waits for the answer, and calls
+    // `remind` if there is none after kBackNs.
+    bool send(const std::byte* data, size_t bytes, bool patient = false);
+    // Ring for what was sent and is not read yet.
+    void remind();
 
   private:
+    void ring();
     Outbox(std::shared_ptr<Process> peer, InboxPage& page, MessageRing& ring)
         : peer_(std::move(peer)), page_(page), ring_(ring) {}
 

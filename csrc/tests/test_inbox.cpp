@@ -172,6 +172,77 @@ TEST(a_long_call_is_followed_by_another_thread) {
     CHECK(shorts == kPairs * kShort);
 }
 
+// Two threads receive, and one of them serves a message. What is sent patiently meanwhile wakes the
+// other one when the sender says so, and not before, if it was sent soon enough.
+TEST(a_patient_sender_wakes_nobody_while_a_thread_serves_a_short_call) {
+    constexpr int kRounds = 40;
+    Inbox inbox;
+    auto outbox = outbox_of(inbox);
+    std::atomic<int> firsts{0}, seconds{0}, leave{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 2; t++) {
+        threads.emplace_back([&] {
+            std::string message;
+            while (next(inbox, nullptr, now_ns() + kPatientNs, message) == Got::message) {
+                if (message == "second") seconds++;
+                if (message != "first") continue;
+                const int number = ++firsts;
+                while (leave < number) sched_yield();
+            }
+        });
+    }
+    const std::string second = "second";
+    int quiet = 0;
+    for (int n = 0; n < kRounds; n++) {
+        usleep(3'000);  // long enough that both sleep
+        send(*outbox, "first");
+        while (firsts <= n) relax();
+        CHECK(outbox->send(reinterpret_cast<const std::byte*>(second.data()), 6, true));
+        usleep(2'000);  // long enough that one that was woken takes it
+        quiet += seconds == n;
+        outbox->remind();
+        const int64_t begin = now_ns();
+        while (seconds <= n && now_ns() < begin + kPatientNs) usleep(50);
+        CHECK(seconds == n + 1);
+        leave++;
+    }
+    inbox.close();
+    for (auto& thread : threads) thread.join();
+    CHECK(quiet > 0);
+}
+
+// A thread that waits for an answer looks for it instead of one that has looked before it came.
+TEST(who_has_a_ticket_looks_instead_of_who_has_none) {
+    constexpr int kRounds = 60;
+    Inbox inbox;
+    auto outbox = outbox_of(inbox);
+    std::atomic<int> questions{0};
+    std::shared_ptr<Ticket> ticket;
+    std::thread without([&] {
+        std::string message;
+        while (next(inbox, nullptr, now_ns() + kPatientNs, message) == Got::message) {
+            if (message == "question") questions++;
+            if (message == "answer") inbox.complete(ticket);
+        }
+    });
+    int got = 0;
+    for (int n = 0; n < kRounds; n++) {
+        ticket = std::make_shared<Ticket>();
+        send(*outbox, "question");
+        while (questions <= n) sched_yield();
+        std::thread sender([&] {
+            usleep(60);  // until both look or sleep
+            send(*outbox, "answer");
+        });
+        std::string message;
+        got += next(inbox, ticket, now_ns() + kPatientNs, message) == Got::message;
+        sender.join();
+    }
+    inbox.close();
+    without.join();
+    CHECK(got > kRounds / 2);
+}
+
 TEST(all_that_wait_for_one_ticket_are_called) {
     Inbox inbox;
     const auto ticket = std::make_shared<Ticket>();

@@ -114,7 +114,13 @@ class LocalTransport:
     def look(self, to: str | int) -> None:
         """Do nothing: all workers are known from the start."""
 
-    def send(self, to: int, message: RpcMessage, memories: Sequence[torch.Tensor]) -> None:
+    def send(
+        self,
+        to: int,
+        message: RpcMessage,
+        memories: Sequence[torch.Tensor],
+        patient: bool = False,
+    ) -> None:
         """Send a message."""
         copies = [memory.clone() for memory in memories]
         self.network.send(to, self.id, msgspec.msgpack.encode(message), copies)
@@ -129,7 +135,7 @@ class LocalTransport:
             ticket.done = True
             self._bell.notify_all()
 
-    def wait(self, ticket: _Ticket, seconds: float = inf) -> bool:
+    def wait(self, ticket: _Ticket, seconds: float = inf, asked: None = None) -> bool:
         """Wait for a ticket, and process messages during the wait."""
         runs = getattr(self._here, "runs", False)
         if runs:

@@ -6,14 +6,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from dure.errors import RpcError
 from dure.rpc import api
 from dure.rpc.agent import RpcAgent
-from dure.rpc.caller import MADE
 from dure.rpc.message import FutureCompletion, MessageType, Numbered, RpcMessage
+from dure.rpc.references import Held
 from tests.rpc.gates import Cluster, Gate, add, fail, wait_at_gate
 from tests.waiting import PATIENCE_S, until
 
@@ -149,18 +150,30 @@ def test_an_answer_of_another_worker_than_the_callee_is_not_taken() -> None:
         future = api.rpc_async("worker1", wait_at_gate, (5,))
         Gate.wait_for()
         (call,) = agent.calls.all()
-        report = Numbered(1, bytes((MADE,)) + call.number.to_bytes(8))
-        for kind, link in (
-            (MessageType.ANSWER, ()),
-            (MessageType.ERROR, ()),
-            (MessageType.REPORT, (report,)),
-        ):
-            forged = RpcMessage(kind, 2, call.number, link=link)
-            cluster.agents[2].transport.send(0, forged, ())
+        for kind in (MessageType.ANSWER, MessageType.ERROR):
+            cluster.agents[2].transport.send(0, RpcMessage(kind, 2, call.number), ())
         assert api.rpc_sync("worker2", add, (1, 1)) == 2  # what came before it was read
         assert not future.done()
         Gate.open.set()
         assert future.wait() == 5
+
+
+def test_a_value_is_made_when_its_owner_says_so_and_no_other_worker() -> None:
+    with Cluster(3) as cluster, cluster.on(0) as agent:
+        rref = api.remote("worker1", wait_at_gate, (5,))
+        Gate.wait_for()
+        (call,) = agent.calls.all()
+        assert call.make is not None
+        report = Numbered(1, b"\0" + msgspec.msgpack.encode(Held(call.make)))
+        in_report = RpcMessage(MessageType.REPORT, 2, link=(report,))
+        in_answer = RpcMessage(MessageType.ANSWER, 2, call.number, make=call.make)
+        for forged in (in_report, in_answer):
+            cluster.agents[2].transport.send(0, forged, ())
+        assert api.rpc_sync("worker2", add, (1, 1)) == 2  # what came before it was read
+        assert (agent.calls.all(), rref.confirmed_by_owner()) == ([call], False)
+        Gate.open.set()
+        assert rref.to_here() == 5
+        assert (agent.calls.all(), rref.confirmed_by_owner()) == ([], True)
 
 
 class SlotsError(Exception):

@@ -56,6 +56,7 @@ class World:
     holders: dict[RefId, set[int]] = field(default_factory=dict)  # who has ever held it
     links: dict[tuple[int, int], list[Message | PendingCall]] = field(default_factory=dict)
     late: dict[tuple[int, int], list[PendingCall]] = field(default_factory=dict)
+    running: list[tuple[int, RefId]] = field(default_factory=list)  # where, and what it makes
     dead: set[int] = field(default_factory=set)
     known: set[tuple[int, int]] = field(default_factory=set)  # who knows of whose death
 
@@ -125,14 +126,21 @@ class World:
             self.do(to, node.heard(by, what))
             return
         if what.makes:
-            actions = node.made(what.ref, by)
+            node.made(what.ref, by)
             self.values[what.ref] = to
             self.made.add(what.ref)
+            self.running.append((to, what.ref))
         else:
             taken, actions = node.arrived(what.ref, what.owner, by, what.token)
             if taken:
                 self.objects[to][what.ref] += 1
-        self.do(to, actions)
+            self.do(to, actions)
+
+    def end_call(self, number: int) -> None:
+        """End a call that makes a value: the process that made the reference hears of it."""
+        owner, ref = self.running.pop(number)
+        if owner not in self.dead:
+            self.do(owner, [Send(ref[0], Held(ref))])
 
     def do(self, me: int, actions: list[Action]) -> None:
         for action in actions:
@@ -165,6 +173,7 @@ class World:
             "learn": [partial(self.learn, *pair) for pair in news],
             "create": [partial(self.create, *pair) for pair in open_to],
             "own": [partial(self.own, me) for me in living],
+            "end": [partial(self.end_call, number) for number in range(len(self.running))],
             "late": [partial(self.deliver_late, *pair) for pair in late],
             "overtake": [partial(self.overtake, *pair, fate) for pair in open_to],
             "kill": [partial(self.kill, me, fate) for me in living if len(living) > 2],
@@ -192,6 +201,8 @@ class World:
                 for _ in range(times):
                     self.drop(me, ref)
         while True:
+            while self.running:
+                self.end_call(0)
             due = [
                 (by, to)
                 for by, to in self.links
@@ -222,7 +233,7 @@ class World:
 
 
 KINDS = ["deliver"] * 8 + ["send"] * 4 + ["drop"] * 3 + ["learn"] * 2
-KINDS += ["create", "own", "late", "overtake", "kill"]
+KINDS += ["create", "own", "late", "overtake", "kill", "end", "end"]
 MOVES = st.tuples(st.integers(0, len(KINDS) - 1), st.integers(0, 2**16))
 
 
@@ -282,7 +293,7 @@ def test_a_reference_passed_on_by_one_that_dies_is_lost_if_no_other_holds_it(mak
     owner, between, last, other = processes(4)
     ref = owner.own() if maker == 0 else other.create(0)
     if maker == 3:
-        assert owner.made(ref, 3) == [Send(3, Held(ref))]
+        owner.made(ref, 3)
         owner.heard(3, Hold(ref))
     owner.heard(1, Hold(ref))
     between.arrived(ref, 0, maker, (maker, 7))
@@ -301,11 +312,22 @@ def test_a_reference_passed_on_by_one_that_dies_is_lost_if_no_other_holds_it(mak
 
 def test_a_process_cannot_make_what_another_one_has_made() -> None:
     owner, _, other = processes(3)
-    assert owner.made((1, 1), 1) == [Send(1, Held((1, 1)))]
+    owner.made((1, 1), 1)
+    assert owner.holders() == {(1, 1): (1,)}
     for ref in ((1, 1), (0, 5)):
         with pytest.raises(ValueError, match="makes a value"):
             owner.made(ref, 2)
-    assert other.made((2, 1), 2) == []  # its own, in itself
+    other.made((2, 1), 2)  # its own, in itself
+
+
+def test_a_reference_dropped_while_its_value_is_made_is_dropped_at_the_owner_afterwards() -> None:
+    owner, user = processes(2)
+    ref = user.create(0)
+    owner.made(ref, 1)
+    assert user.dropped(ref) == []
+    assert user.heard(0, Held(ref)) == [Send(0, Drop(ref))]
+    assert owner.heard(1, Drop(ref)) == [Freed(ref)]
+    assert (user.num_unsettled, owner.num_unsettled, owner.holders()) == (0, 0, {})
 
 
 def test_the_last_drop_frees() -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from dure.errors import PeerLost, RpcError
 from dure.rpc import api
 from dure.rpc.allow import Allowed
 from dure.rpc.functions import async_execution
+from dure.rpc.message import MessageType, RpcMessage
 from dure.rpc.rref import RRef
 from tests.rpc.gates import Cluster, Gate, add, fail, held, wait_at_gate
 from tests.waiting import PATIENCE_S, until
@@ -94,6 +96,36 @@ def test_a_value_is_made_there_and_fetched() -> None:
         assert own.to_here() == own.local_value() == 3
         del rref, own
         freed(cluster)
+
+
+def test_a_value_that_is_fetched_at_once_needs_no_other_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dure.rpc.directory._LATER_S", 600.0)  # nothing goes by itself
+    with Cluster(2) as cluster, cluster.on(0):
+        plain, sent = cluster.network.send, list[RpcMessage]()
+
+        def send(to: int, sender: int, raw: bytes, memories: Any) -> None:
+            if sender == 1:
+                sent.append(msgspec.msgpack.decode(raw, type=RpcMessage))
+            plain(to, sender, raw, memories)
+
+        cluster.network.send = send
+        rref = api.remote("worker1", add, (1, 2))
+        assert rref.to_here() == 3
+        assert [(message.kind, message.link) for message in sent] == [(MessageType.ANSWER, ())]
+        assert rref.confirmed_by_owner()
+        assert rref._get_future().done()
+        assert rref.to_here() == 3
+        assert sent[1].make is None  # it is told once
+
+
+def test_a_value_that_is_not_fetched_is_confirmed_soon() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        made, failed = api.remote("worker1", add, (1, 2)), api.remote("worker1", fail, ("bad",))
+        until(made.confirmed_by_owner, "the owner's word")
+        until(failed.confirmed_by_owner, "the owner's word")
+        assert made._get_future().wait() is None
 
 
 def test_it_is_waited_for_though_it_is_not_made_yet() -> None:

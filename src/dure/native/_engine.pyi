@@ -297,8 +297,13 @@ class Inbox:
     @property
     def offset(self) -> int:
         """Its offset in the heap."""
-    def next(self, ticket: Ticket | None, seconds: float) -> bytes | bool | None:
-        """Return a message; True if the ticket is done; None at the timeout; False if closed."""
+    def next(
+        self, ticket: Ticket | None, seconds: float, asked: Outbox | None = None
+    ) -> bytes | bool | None:
+        """Return a message; True if the ticket is done; None at the timeout; False if closed.
+
+        `asked` rings if what was sent through it, `patient`, is not answered soon.
+        """
     def complete(self, ticket: Ticket, /) -> None:
         """Complete a ticket, and wake the threads that wait for it."""
     def post(self, message: bytes, /) -> None:
@@ -314,8 +319,11 @@ class Outbox:
     @staticmethod
     def claim(peer: Process, offset: int, /) -> Outbox | None:
         """Claim a ring of the inbox at `offset` of the peer's heap; None if all are in use."""
-    def send(self, message: bytes, /) -> bool:
-        """Send; False if the message does not fit now, or (above 16 KiB) can never fit."""
+    def send(self, message: bytes, patient: bool = False) -> bool:
+        """Send; False if the message does not fit now, or (above 16 KiB) can never fit.
+
+        If `patient`, no thread is woken where another one will soon be back.
+        """
 
 def heap_give(bytes: int, to: Process, address: int = 0) -> HeapMemory | None:
     """Allocate memory in this heap that belongs to the peer when this process releases it.

@@ -20,13 +20,18 @@ import torch
 
 from dure.errors import PeerLost
 from dure.rpc.allow import Allowed
-from dure.rpc.autograd.backward import TOPIC as GRADIENTS
+from dure.rpc.autograd.backward import TOPIC as PASSES
 from dure.rpc.autograd.backward import Contexts
 from dure.rpc.callee import Callee
-from dure.rpc.caller import MADE, Caller
+from dure.rpc.caller import Caller
 from dure.rpc.codec import Packed
 from dure.rpc.directory import Directory, Peer
 from dure.rpc.message import (
+    CALL,
+    FETCH,
+    GRADIENTS,
+    MAKE,
+    REPORT,
     Completion,
     GradientTag,
     MessageType,
@@ -46,17 +51,20 @@ from dure.rpc.values import TOPIC as REFERENCES
 from dure.rpc.values import Value, Values
 
 if TYPE_CHECKING:
+    from dure.native import Outbox
     from dure.rpc.transport import HostTransport
 
 __all__ = ["RpcAgent"]
 
-_CALLS = frozenset({MessageType.CALL, MessageType.MAKE, MessageType.FETCH})
+_CALLS = frozenset({CALL, MAKE, FETCH})
 _WITHOUT_FINALIZERS = frozenset({None, type(None), bool, int, float, str, bytes, torch.Tensor})
 """Types of values whose finalizers run no code of the program."""
 
 
 class _LockedStep:
     """See `RpcAgent.step`; not a generator, which would double the cost of a small step."""
+
+    __slots__ = ("_agent", "_except_for")
 
     def __init__(self, agent: RpcAgent, except_for: int) -> None:
         self._agent, self._except_for = agent, except_for
@@ -66,12 +74,16 @@ class _LockedStep:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         agent = self._agent
-        todo = [] if kind is not None else agent.todo[:]
-        del agent.todo[: len(todo)]
-        agent.lock.release()
-        for action in todo:
-            action()
-        if kind is None and agent.directory.due:
+        if kind is not None or not agent.todo:
+            agent.lock.release()
+        else:
+            todo = agent.todo[:]
+            agent.todo.clear()
+            agent.lock.release()
+            for action in todo:
+                action()
+        due = agent.directory.due
+        if due and kind is None and not (len(due) == 1 and self._except_for in due):
             agent.flush(self._except_for)
 
 
@@ -124,7 +136,6 @@ class RpcAgent:
         self.callee = Callee(self)
         self.gatherings = Gatherings(self)
         self.gradients = Contexts(me, self)
-        self._topics = {GRADIENTS: self.gradients.receive, MADE: self.caller.made}
 
     def start(self) -> None:
         """Start to receive."""
@@ -171,16 +182,19 @@ class RpcAgent:
         """Receive a message; the transport calls this. Returns the work for a thread, if any."""
         kind = message.kind
         received, called = Received(message, memories), kind in _CALLS
-        if message.link or message.body.references or kind == MessageType.MAKE:
+        if message.link or message.body.references or kind == MAKE:
             self._receive_tables(received, called)
-        if kind == MessageType.FETCH:
-            return self.callee.fetch(received)
         if called:
+            if kind == FETCH:
+                return self.callee.fetch(received)
             return self.callee.as_work(partial(self.callee.serve, received))
-        if kind == MessageType.GRADIENTS:
+        if kind == GRADIENTS:
             return self._receive_gradients(received)
-        if kind == MessageType.REPORT:
+        if kind == REPORT:
             return None
+        if message.make is not None:
+            with self.step():
+                self.values.held(message.sender, message.make)
         return self.caller.answered(received)
 
     def _receive_gradients(self, received: Received) -> Work | None:
@@ -201,11 +215,13 @@ class RpcAgent:
                 topic, report = body[0], body[1:]
                 if topic == REFERENCES:  # in this order, and before the references of the body
                     self.values.hear(sender, report)
+                elif topic == PASSES:
+                    self.todo.append(partial(self.gradients.receive, sender, report))
                 else:
-                    self.todo.append(partial(self._topics[topic], sender, report))
+                    raise ValueError(f"a report of the unknown topic {topic}")
             rows = message.body.references
             received.references = [self.values.take(row, sender) for row in rows]
-            if message.kind == MessageType.MAKE:
+            if message.kind == MAKE:
                 if message.make is None:
                     raise TypeError("a call that makes a value, without a reference")
                 self.values.take_make(message.make, sender)
@@ -220,24 +236,30 @@ class RpcAgent:
         packed: Packed = NOTHING,
         tag: GradientTag | None = None,
         make: RefId | None = None,
-        devices: dict[str, str] | None = None,
         backward: PassTag | None = None,
-    ) -> None:
+        patient: bool = False,
+    ) -> Outbox | None:
         """Send a message, and with it the reports that are queued for the process.
+
+        `patient`, and the result: as of the transport.
 
         Raises:
             PeerLost: The process is gone.
         """
         link: tuple[Numbered, ...] = ()
-        if peer.queued:
+        if peer.queued or peer.confirmed:
             with self.lock:
+                self.values.report_confirmed(peer)
                 link = self.directory.take(peer)
-        if kind is MessageType.REPORT and not link:
-            return
+        if kind is REPORT and not link:
+            return None
+        devices = None
+        if self.device_maps and kind in _CALLS:
+            devices = self.payloads.devices_back(peer.info)
         message = RpcMessage(
             kind, self.me.id, number, packed.body, (), tag, make, link, devices, backward
         )
-        self.transport.send(peer.id, message, packed.memories)
+        return self.transport.send(peer.id, message, packed.memories, patient)
 
     def send_gradients(self, to: int, tag: PassTag, gradients: tuple[Any, ...]) -> None:
         """Send gradients of a backward pass.
@@ -247,14 +269,14 @@ class RpcAgent:
         """
         peer = self.directory.reach(self.info(to))
         packed = self.payloads.pack_gradients(gradients, peer.info)
-        self.send(peer, MessageType.GRADIENTS, packed=packed, backward=tag)
+        self.send(peer, GRADIENTS, packed=packed, backward=tag)
 
     def queue(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
         """In a `step`: queue a report, which arrives after those that were sent before it.
 
         Args:
             to: The receiver; if it is gone, nothing is sent.
-            topic: `REFERENCES`, `GRADIENTS` or `MADE`.
+            topic: `REFERENCES` or `PASSES`.
             body: The report.
             hurry: Whether it is sent at once, or with the next message or a little later.
         """
@@ -277,7 +299,7 @@ class RpcAgent:
 
     def _send_waiting(self, peer: Peer) -> None:
         with suppress(PeerLost):  # `died` handles that
-            self.send(peer, MessageType.REPORT)
+            self.send(peer, REPORT)
 
     # --- running code of the program ---------------------------------------------------------
 
@@ -319,7 +341,7 @@ class RpcAgent:
             counts = {
                 "num_owner_rrefs": owned,
                 "num_pending_users": unsettled,
-                "num_pending_futures": sum(call.kind == MessageType.MAKE for call in calls),
+                "num_pending_futures": sum(call.kind == MAKE for call in calls),
                 "num_forks": holds,
                 "agent.num_pending_requests": len(calls),
                 "agent.num_running_requests": self.callee.num_running,

@@ -15,14 +15,22 @@ import torch
 
 from dure.errors import PeerLost, RpcError
 from dure.rpc import failures
-from dure.rpc.caller import MADE
 from dure.rpc.calls import CppFuture
 from dure.rpc.codec import Body, Packed
 from dure.rpc.current import here
 from dure.rpc.failures import malformed_message
 from dure.rpc.functions import MARK, DeferredResult
 from dure.rpc.memory import INLINE_BYTES
-from dure.rpc.message import GradientTag, MessageType, Received, RpcMessage, Work
+from dure.rpc.message import (
+    ANSWER,
+    ERROR,
+    MAKE,
+    GradientTag,
+    MessageType,
+    Received,
+    RpcMessage,
+    Work,
+)
 from dure.rpc.values import Value
 from dure.trace import logs
 
@@ -122,8 +130,10 @@ class Callee:
             self._answer_error(message, malformed_message(message.sender, error))
             return None
         with agent.lock:
-            value = agent.values.find(ref, partial(self._send_value, message))
+            value = agent.values.find(ref)
             is_there = value is None or value.done
+            if value is not None and not is_there:
+                value.watchers.append(partial(self._send_value, message, value))
         if value is None:
             error = RpcError("the value was freed, or there is no such reference", op="to_here")
             self._answer_error(message, error)
@@ -135,9 +145,12 @@ class Callee:
 
     def _send_value(self, message: RpcMessage, value: Value) -> None:
         if value.failure:
-            self._reply(message, MessageType.ERROR, Packed(Body(value.failure)), None)
+            self._reply(message, ERROR, Packed(Body(value.failure)), None)
             return
         try:
+            if message.gradients is here.context is None:
+                self._answer(message, value.value)
+                return
             with self._agent.gradients.serving(message.gradients):
                 self._answer(message, value.value)
         except BaseException as error:
@@ -145,25 +158,26 @@ class Callee:
 
     def _answer(self, call: RpcMessage, result: Any) -> None:
         agent = self._agent
-        if call.kind == MessageType.MAKE:
+        if call.kind == MAKE:
             assert call.make is not None
-            with agent.lock:
-                agent.queue(call.sender, MADE, call.number.to_bytes(8), hurry=False)
             agent.values.set(call.make, result)
+            if call.sender == agent.me.id:  # others hear that their hold is confirmed
+                with agent.step():
+                    agent.caller.made(call.sender, call.make)
             return
         packed, tag = agent.payloads.pack_result(call, result), None
         if here.context is not None:
             what = f"the result of {call.gradients.what}" if call.gradients is not None else ""
             tag = agent.gradients.sending(call.sender, what, packed.sources)
-        self._reply(call, MessageType.ANSWER, packed, tag)
+        self._reply(call, ANSWER, packed, tag)
 
     def _answer_error(self, call: RpcMessage, error: BaseException) -> None:
         _log.warning("a call of worker %d failed here", call.sender, exc_info=error)
         failure = failures.encode(error, self._agent.me)
-        if call.kind == MessageType.MAKE:
+        self._reply(call, ERROR, Packed(Body(failure)), None)
+        if call.kind == MAKE:
             assert call.make is not None
             self._agent.values.set(call.make, None, failure)
-        self._reply(call, MessageType.ERROR, Packed(Body(failure)), None)
 
     def _reply(
         self, call: RpcMessage, kind: MessageType, packed: Packed, tag: GradientTag | None
@@ -171,7 +185,11 @@ class Callee:
         peer = self._agent.directory.get(call.sender)
         try:
             if peer is not None:
-                self._agent.send(peer, kind, call.number, packed, tag)
+                confirmed = None
+                if peer.confirmed and kind is ANSWER and call.make in peer.confirmed:
+                    confirmed = call.make  # a fetched value itself confirms the hold
+                    peer.confirmed.pop(confirmed, None)
+                self._agent.send(peer, kind, call.number, packed, tag, confirmed)
                 return
         except PeerLost:
             pass

@@ -10,19 +10,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc import failures
-from dure.rpc.calls import CallFuture, PendingCall, PendingCalls
+from dure.rpc.calls import CallFuture, PendingCall, PendingCalls, number_of
 from dure.rpc.codec import Packed
 from dure.rpc.current import here
 from dure.rpc.directory import Peer
 from dure.rpc.message import (
+    ANSWER,
+    CALL,
+    ERROR,
+    FETCH,
+    MAKE,
     Completion,
     FutureCompletion,
-    MessageType,
     Received,
     RpcMessage,
     Work,
@@ -36,13 +41,13 @@ if TYPE_CHECKING:
     from dure.rpc.agent import RpcAgent
     from dure.rpc.references import RefId
 
-__all__ = ["MADE", "UNSET", "Caller", "To"]
+__all__ = ["UNSET", "Caller", "To"]
 
 To = str | int | WorkerInfo
 """A worker: its name, its id, or itself."""
 
-MADE = 2
-"""Of reports that a MAKE call has succeeded."""
+_MADE = Received(RpcMessage(ANSWER, -1))
+"""The outcome of a call that has made a value."""
 
 _SOON_S = 0.001
 """How long a future may stay incomplete after its answer has arrived, if no thread waits for it."""
@@ -104,7 +109,7 @@ class Caller:
         """Return the value of a reference."""
         peer, seconds = self._callee(owner, timeout)
         ticket = self.transport.ticket()
-        call = PendingCall(MessageType.FETCH, peer, "to_here", seconds, ticket, make=ref)
+        call = PendingCall(FETCH, peer, "to_here", seconds, ticket, make=ref)
         self._send(call, NOTHING)
         return self.wait(call)
 
@@ -155,7 +160,7 @@ class Caller:
         peer, seconds = self._callee(to, timeout)
         packed = self._agent.payloads.pack_call(func, args, kwargs, peer.info)
         name = func.__qualname__ if packed.body.function else _name(func)
-        kind = MessageType.CALL if make is None else MessageType.MAKE
+        kind = CALL if make is None else MAKE
         ticket = self.transport.ticket()
         call = PendingCall(kind, peer, name, seconds, ticket, notify, make, counted)
         self._send(call, packed)
@@ -199,9 +204,11 @@ class Caller:
             agent.values.not_sent(packed.body.references)
             self._end_at_once(call, agent.lost(peer.id) or _closed())
             return
-        devices = agent.payloads.devices_back(peer.info) if agent.device_maps else None
+        patient = call.notify is None and call.kind is not MAKE  # this thread will wait
         try:
-            agent.send(peer, call.kind, call.number, packed, tag, call.make, devices)
+            call.asked = agent.send(
+                peer, call.kind, call.number, packed, tag, call.make, patient=patient
+            )
         except PeerLost as error:
             self.fail(call, agent.lost(peer.id) or error)
         except BaseException:
@@ -215,7 +222,7 @@ class Caller:
         Raises:
             Exception: Raised by the callee, or by the way to it.
         """
-        self.transport.wait(call.ticket)
+        self.transport.wait(call.ticket, inf, call.asked)
         return self.result(call)
 
     def wait_until_notified(self, call: PendingCall) -> None:
@@ -243,7 +250,7 @@ class Caller:
         outcome = call.outcome or _closed()
         if type(outcome) is not Received:
             raise outcome
-        if outcome.message.kind == MessageType.ERROR:
+        if outcome.message.kind == ERROR:
             raise failures.decode(*self._failure(outcome))
         values = self._agent.payloads.unpack(outcome)
         return values[0] if values else None
@@ -251,7 +258,7 @@ class Caller:
     def error_maker(self, call: PendingCall) -> Callable[[], Exception] | None:
         """Return a function that makes the exception of the callee, if it answered with one."""
         outcome = call.outcome
-        if type(outcome) is Received and outcome.message.kind == MessageType.ERROR:
+        if type(outcome) is Received and outcome.message.kind == ERROR:
             return partial(failures.decode, *self._failure(outcome))
         return None
 
@@ -273,11 +280,12 @@ class Caller:
         call = self.calls.take(message.number, message.sender)
         return None if call is None else self._end(call, received)
 
-    def made(self, sender: int, number: bytes) -> None:
-        """End a MAKE call that has succeeded."""
-        call = self.calls.take(int.from_bytes(number), sender)
-        if call is not None:
-            self._end_at_once(call, Received(RpcMessage(MessageType.ANSWER, sender)))
+    def made(self, sender: int, ref: RefId) -> None:
+        """In a `step`: end the call that makes a value, which it has, if it has not ended."""
+        call = self.calls.take(number_of(ref), sender)
+        work = None if call is None else self._end(call, _MADE)
+        if work is not None:
+            self._agent.todo.append(partial(self._agent.submit, work))
 
     def fail(self, call: PendingCall, error: Exception) -> None:
         """End a call without an answer, if it has not ended."""
@@ -287,7 +295,7 @@ class Caller:
     def never_made(self, ref: RefId) -> None:
         """With the lock: end calls that fetch a value that was never made."""
         for call in self.calls.all():
-            if call.make == ref and call.kind == MessageType.FETCH:
+            if call.make == ref and call.kind == FETCH:
                 error = RpcError("the value was never made", op=call.what)
                 self._agent.todo.append(partial(self.fail, call, error))
 

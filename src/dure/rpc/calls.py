@@ -19,18 +19,23 @@ import torch
 
 from dure.errors import RpcError
 from dure.rpc.directory import Peer
-from dure.rpc.message import MessageType
+from dure.rpc.message import MAKE, MessageType
 from dure.rpc.references import RefId
 from dure.rpc.timers import Timers
 
 if TYPE_CHECKING:
-    from dure.native import Ticket
+    from dure.native import Outbox, Ticket
     from dure.rpc.caller import Caller
 
-__all__ = ["CallFuture", "CppFuture", "PendingCall", "PendingCalls"]
+__all__ = ["CallFuture", "CppFuture", "PendingCall", "PendingCalls", "number_of"]
 
 CppFuture: Any = torch.futures.Future.__mro__[1]
 """The C++ class of torch's futures: `then` returns it, and torch's class only calls its methods."""
+
+
+def number_of(ref: RefId) -> int:
+    """Return the number of the call that makes the value of a reference of this process."""
+    return -ref[1]  # those of other calls are positive
 
 
 class PendingCall(msgspec.Struct, eq=False):
@@ -47,6 +52,7 @@ class PendingCall(msgspec.Struct, eq=False):
         awaited: Whether a waiting thread will call `notify`.
         noted: Its entry in the flight recorder.
         outcome: The answer (`Received`), or an error.
+        asked: Through which the transport has sent it, for `HostTransport.wait`.
     """
 
     kind: MessageType
@@ -63,6 +69,7 @@ class PendingCall(msgspec.Struct, eq=False):
     awaited: bool = False
     number: int = 0
     outcome: Any = None
+    asked: Outbox | None = None
 
     @property
     def what(self) -> str:
@@ -148,7 +155,10 @@ class PendingCalls:
         with self._lock:
             if call.peer.ended is not None or self.closed:
                 return False
-            self._number = call.number = self._number + 1
+            if call.kind is MAKE and call.make is not None:
+                call.number = number_of(call.make)
+            else:
+                self._number = call.number = self._number + 1
             self._calls[call.number] = call
             self.made += call.counted
         if call.deadline < self._sweep_at:

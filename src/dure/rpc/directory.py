@@ -16,6 +16,7 @@ from time import monotonic
 from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc.message import Numbered
 from dure.rpc.names import WorkerInfo
+from dure.rpc.references import RefId
 from dure.rpc.timers import Timers
 
 __all__ = ["Directory", "Peer"]
@@ -34,6 +35,7 @@ class Peer:
         received: The number of the last report from it that was delivered.
         early: Reports from it that wait for others, by number.
         queued: Reports to send with the next message to it.
+        confirmed: Values that its calls have made here, without a report yet.
         timed: Whether a timer will send what is queued.
     """
 
@@ -44,6 +46,7 @@ class Peer:
     received: int = 0
     early: dict[int, bytes] = field(default_factory=dict[int, bytes])
     queued: list[Numbered] = field(default_factory=list[Numbered])
+    confirmed: dict[RefId, None] = field(default_factory=dict[RefId, None])
     timed: bool = False
 
 
@@ -77,6 +80,7 @@ class Directory:
         """Mark a process as gone for good, and how it ended."""
         peer = self._peers.setdefault(id, Peer(WorkerInfo(str(id), id), id))
         peer.ended, peer.queued = how, []
+        peer.confirmed.clear()
         self.due.pop(id, None)
         return peer
 
@@ -167,9 +171,20 @@ class Directory:
             peer.queued.append(Numbered(peer.sent, body))
             if hurry:
                 self.due[to] = peer
-            elif not peer.timed:
-                peer.timed = True
-                self._timers.at(monotonic() + _LATER_S, partial(self._waited, peer))
+            else:
+                self._send_later(peer)
+
+    def confirm(self, to: int, ref: RefId) -> None:
+        """Report to a process, with the next message or a little later, that its value is made."""
+        peer = self.get(to)
+        if peer is not None:
+            peer.confirmed[ref] = None
+            self._send_later(peer)
+
+    def _send_later(self, peer: Peer) -> None:
+        if not peer.timed:
+            peer.timed = True
+            self._timers.at(monotonic() + _LATER_S, partial(self._waited, peer))
 
     def receive(self, sender: int, messages: Iterable[Numbered]) -> list[bytes]:
         """Return the reports that can be delivered now, in order."""

@@ -18,6 +18,13 @@ from dure.rpc.codec import Body
 from dure.rpc.memory import MemoryRow
 
 __all__ = [
+    "ANSWER",
+    "CALL",
+    "ERROR",
+    "FETCH",
+    "GRADIENTS",
+    "MAKE",
+    "REPORT",
     "Completion",
     "FutureCompletion",
     "GradientTag",
@@ -51,6 +58,10 @@ class MessageType(IntEnum):
     REPORT = 4  # contains only `link`
     FETCH = 5  # asks for the value of a reference: `RRef.to_here`
     GRADIENTS = 6  # of a backward pass
+
+
+CALL, MAKE, ANSWER, ERROR, REPORT, FETCH, GRADIENTS = MessageType
+"""The types, without a look at the class, which takes 60 ns each time."""
 
 
 class GradientTag(msgspec.Struct, array_like=True, frozen=True):

@@ -141,10 +141,22 @@ class HostTransport:
         if peer is not None:
             self._add(peer)
 
-    def send(self, to: int, message: RpcMessage, memories: Sequence[torch.Tensor]) -> None:
+    def send(
+        self,
+        to: int,
+        message: RpcMessage,
+        memories: Sequence[torch.Tensor],
+        patient: bool = False,
+    ) -> native.Outbox | None:
         """Send a message; the memories (contiguous) are copied before this returns.
 
         Never waits for the receiver. A process may send to itself.
+
+        Args:
+            to: The receiver.
+            message: The message.
+            memories: The memory of its tensors.
+            patient: Whether this thread will wait for the answer, with the result of this method.
 
         Raises:
             PeerLost: The process is known to be gone.
@@ -152,7 +164,7 @@ class HostTransport:
         if to == self._id:
             self._to_self.append((message, [own(memory) for memory in memories]))
             self._inbox.post(_TO_SELF)
-            return
+            return None
         try:
             route = self._routes[to]
         except KeyError:
@@ -162,15 +174,16 @@ class HostTransport:
         process = route.process
         if process is None:
             self._send_through_socket(route, message, memories)
-            return
+            return None
         if memories:
             message.memories = tuple([give(process, memory) for memory in memories])
         packed = _encode(message)
         if len(packed) > _RING_BYTES:
             packed = self._short(process, packed)
         outbox = route.outbox or self._claim(route, process)
-        if outbox is None or not outbox.send(packed):
+        if outbox is None or not outbox.send(packed, patient):
             self._sockets.send(to, route.peer.endpoint, route.near, packed, ())
+        return outbox
 
     def ticket(self) -> native.Ticket:
         """Return a new event."""
@@ -180,11 +193,18 @@ class HostTransport:
         """Set an event."""
         self._inbox.complete(ticket)
 
-    def wait(self, ticket: native.Ticket, seconds: float = inf) -> bool:
+    def wait(
+        self, ticket: native.Ticket, seconds: float = inf, asked: native.Outbox | None = None
+    ) -> bool:
         """Wait for an event, and receive messages in that time.
 
         Code of the program is left to other threads, and a thread that runs a call gives its slot
         to another call while it waits.
+
+        Args:
+            ticket: The event.
+            seconds: How long.
+            asked: What `send` returned for the message whose answer sets the event.
 
         Returns:
             Whether the event was set; False after `seconds`, or if the transport was closed.
@@ -197,7 +217,7 @@ class HostTransport:
                 left_s = patience_s
                 if deadline != inf:
                     left_s = min(max(0.0, deadline - time.monotonic()), patience_s)
-                packed = self._inbox.next(ticket, left_s)
+                packed = self._inbox.next(ticket, left_s, asked)
                 if packed is None and left_s:
                     continue
                 if type(packed) is not bytes:

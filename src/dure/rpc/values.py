@@ -20,11 +20,12 @@ import msgspec
 from dure.errors import RpcError
 from dure.rpc import failures, references
 from dure.rpc.codec import ReferenceRow
-from dure.rpc.references import Freed, Held, ReferenceLost, References, RefId, Send, TokenAccepted
+from dure.rpc.references import Freed, Held, References, RefId, Send, TokenAccepted
 from dure.rpc.rref import RRef
 
 if TYPE_CHECKING:
     from dure.rpc.agent import RpcAgent
+    from dure.rpc.directory import Peer
 
 __all__ = ["TOPIC", "Value", "Values"]
 
@@ -33,6 +34,9 @@ TOPIC = 0
 
 _FORGET_S = 0.01
 """How long a freed object may be counted, if no other message is sent."""
+
+_LATER = frozenset({Held, TokenAccepted})
+"""The messages that wait for another one to travel with."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(references.Message)
@@ -86,6 +90,8 @@ class Values:
                 return  # no process refers to it anymore
             entry.value, entry.failure, entry.done = value, failure, True
             watchers, entry.watchers = entry.watchers, []
+            if ref[0] != self._agent.me.id:
+                self._agent.directory.confirm(ref[0], ref)
         for watcher in watchers:
             watcher()
 
@@ -121,11 +127,9 @@ class Values:
     def not_sent(self, rows: Iterable[ReferenceRow], make: RefId | None = None) -> None:
         """Take back the references of a message that was not sent."""
         tokens = [row.token for row in rows]
-        if make is not None:
-            tokens.append(make)
-        if tokens:
+        if tokens or make is not None:
             with self._step():
-                self.act(self._references.not_sent(tokens))
+                self.act(self._references.not_sent(tokens, make))
 
     def is_held(self, ref: RefId) -> bool:
         """Whether the owner knows that this process holds a reference."""
@@ -167,16 +171,13 @@ class Values:
 
     # --- messages and events, with the lock --------------------------------------------------
 
-    def find(self, ref: RefId, watcher: Callable[[Value], None]) -> Value | None:
-        """Return a value for a process that fetches it; None if there is no such reference.
-
-        If the value is not made yet, `watcher` is called when it is.
-        """
+    def find(self, ref: RefId) -> Value | None:
+        """Return a value for a process that fetches it; None if there is no such reference."""
         if not self._references.expect(ref):
             return None
-        value = self._values.setdefault(ref, Value())
-        if not value.done:
-            value.watchers.append(partial(watcher, value))
+        value = self._values.get(ref)
+        if value is None:
+            value = self._values[ref] = Value()
         return value
 
     def take_make(self, ref: RefId, sender: int) -> None:
@@ -186,8 +187,9 @@ class Values:
             ValueError: Another process has created the reference.
         """
         if sender != self._agent.me.id:
-            self.act(self._references.made(ref, sender))
-            self._values.setdefault(ref, Value())
+            self._references.made(ref, sender)
+            if ref not in self._values:
+                self._values[ref] = Value()
 
     def take(self, row: ReferenceRow, sender: int) -> RRef[Any]:
         """Return the object for a reference in a message.
@@ -204,7 +206,23 @@ class Values:
 
     def hear(self, sender: int, body: bytes) -> None:
         """Handle a message about references."""
-        self.act(self._references.heard(sender, _decoder.decode(body)))
+        message = _decoder.decode(body)
+        if type(message) is Held:
+            self.held(sender, message.ref)
+        else:
+            self.act(self._references.heard(sender, message))
+
+    def held(self, sender: int, ref: RefId) -> None:
+        """Handle that the owner has confirmed a hold, in a report or with the value itself."""
+        self.act(self._references.heard(sender, Held(ref)))
+        if ref[0] == self._agent.me.id:
+            self._agent.caller.made(sender, ref)
+
+    def report_confirmed(self, peer: Peer) -> None:
+        """Queue the reports of values that calls of a process have made here."""
+        while peer.confirmed:
+            ref, _ = peer.confirmed.popitem()
+            self._agent.queue(peer.id, TOPIC, _encoder.encode(Held(ref)), hurry=False)
 
     def died(self, worker: int) -> None:
         """Handle that a process is gone."""
@@ -213,19 +231,21 @@ class Values:
     def act(self, actions: Iterable[references.Action]) -> None:
         """Perform actions of the state machine."""
         for action in actions:
-            match action:
-                case Send(to, message):
-                    hurry = not isinstance(message, TokenAccepted | Held)
-                    self._agent.queue(to, TOPIC, _encoder.encode(message), hurry)
-                case Freed(ref):
-                    self._todo.append(partial(self._agent.release, [self._values.pop(ref, None)]))
-                case ReferenceLost(ref):
-                    self._agent.caller.never_made(ref)
-                    never = self._values.pop(ref, None)
-                    if never is not None:
-                        error = RpcError("the call that was to make this value never arrived")
-                        never.failure, never.done = failures.encode(error, self._agent.me), True
-                        self._todo += never.watchers
+            if isinstance(action, Send):
+                message = action.message
+                hurry = type(message) not in _LATER
+                self._agent.queue(action.to, TOPIC, _encoder.encode(message), hurry)
+            elif isinstance(action, Freed):
+                value = self._values.pop(action.ref, None)
+                if value is not None and value.value is not None:
+                    self._todo.append(partial(self._agent.release, [value]))
+            else:
+                self._agent.caller.never_made(action.ref)
+                never = self._values.pop(action.ref, None)
+                if never is not None:
+                    error = RpcError("the call that was to make this value never arrived")
+                    never.failure, never.done = failures.encode(error, self._agent.me), True
+                    self._todo += never.watchers
 
     # --- queries, and the end ----------------------------------------------------------------
 
