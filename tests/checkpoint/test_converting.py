@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -11,7 +12,9 @@ from torch.distributed.checkpoint import load as load_as_torch
 from torch.distributed.checkpoint import save as save_as_torch
 from typer.testing import CliRunner
 
-from dure.checkpoint import convert, load, save
+from dure.checkpoint import consolidate, convert, load, save, slice_files
+from dure.checkpoint.format_utils import dcp_to_torch_save
+from dure.checkpoint.reading import differences
 from dure.checkpoint.torch_folder import TorchFolder
 from dure.cli.checkpoint import commands
 from dure.errors import CheckpointError, CheckpointException, UsageError
@@ -123,6 +126,50 @@ def test_one_slice_at_a_time_is_in_memory(tmp_path, monkeypatch):
     convert(tmp_path / "a", tmp_path / "b")
     assert len(most) == 8
     assert max(most) <= 1
+
+
+READERS = {
+    "convert to dure": lambda a, b, to: convert(a, to),
+    "convert to safetensors": lambda a, b, to: convert(a, to, "safetensors"),
+    "convert to torch": lambda a, b, to: convert(a, to, "torch"),
+    "convert to distcp": lambda a, b, to: convert(a, to, "distcp"),
+    "consolidate": lambda a, b, to: consolidate(a, to),
+    "dcp_to_torch_save": lambda a, b, to: dcp_to_torch_save(a, to),
+    "differences": lambda a, b, to: differences(a, b),
+    "load": lambda a, b, to: load(
+        {f"w{n}": torch.zeros(1) for n in range(50)}, checkpoint_id=a, no_dist=True
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_header_of_a_file_is_read_as_often_for_50_tensors_as_for_one(
+    reader, tmp_path, monkeypatch
+):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        state = {f"w{number}": torch.full((1,), value) for number in range(50)}
+        save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    headers, parses = list[str](), list[int]()
+    pread, parse = os.pread, slice_files.parse_json
+
+    def reading(descriptor, count, at):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if at == 0 and name.endswith(".safetensors"):
+            headers.append(name)
+        return pread(descriptor, count, at)
+
+    def parsing(text):
+        parses.append(len(text))
+        return parse(text)
+
+    monkeypatch.setattr(os, "pread", reading)
+    monkeypatch.setattr(slice_files, "parse_json", parsing)
+    READERS[reader](tmp_path / "a", tmp_path / "b", tmp_path / "to")
+    part = "part-000001-00000.safetensors"
+    # Once to compare its checksum, once to compare the places of slices.
+    folders = ["a", "b"] if reader == "differences" else ["a"]
+    assert sorted(headers) == [str(tmp_path / f / part) for f in folders for _ in range(2)]
+    assert len(parses) <= 1
 
 
 @pytest.mark.parametrize("to", ["dure", "torch", "distcp"])

@@ -23,10 +23,11 @@ from dure.checkpoint.metadata import TensorStorageMetadata
 from dure.checkpoint.objects import own_state
 from dure.checkpoint.planner import box_of
 from dure.checkpoint.planning import Offer
-from dure.checkpoint.restoring import read_slices, reads_of
+from dure.checkpoint.reading import Mapped
+from dure.checkpoint.restoring import Read, read_slices
 from dure.checkpoint.saving import OnDemand, Taken, save_into, take
 from dure.checkpoint.slice_files import Slice, kind_of
-from dure.checkpoint.slices import Box, Piece, full_box
+from dure.checkpoint.slices import Box, full_box
 from dure.checkpoint.torch_folder import TorchFolder, is_torch_folder
 from dure.checkpoint.torch_writing import write_torch_folder
 from dure.checkpoint.tree import decode, encode
@@ -124,11 +125,13 @@ def _taken_from(source: AnyPath) -> Taken:
 
 
 def _taken_from_catalog(folder: AnyPath, catalog: Catalog) -> Taken:
+    stored = dict(one for name in catalog.kinds for one in catalog.parts(name))
+    mapped = Mapped(folder, catalog)
+
     def read(part: Slice) -> torch.Tensor:
         dtype = catalog.kinds[part.name].torch_dtype
         tensor = torch.empty(part.box.sizes, dtype=dtype, device="cpu")
-        reads = list(reads_of(catalog, part.name, Piece(part.box, tensor)))
-        read_slices(folder, catalog, reads, 1)
+        read_slices(folder, catalog, [Read(part, stored[part], part.box, tensor)], 1, mapped)
         return tensor
 
     offer: Offer = {n: (k, tuple(catalog.cut(n).boxes()), 0) for n, k in catalog.kinds.items()}

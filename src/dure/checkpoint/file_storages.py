@@ -21,6 +21,7 @@ from dure.checkpoint.contents import Catalog
 from dure.checkpoint.fsspec_path import AnyPath, path_of
 from dure.checkpoint.metadata import Metadata, metadata_of
 from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, bytes_of_value
+from dure.checkpoint.reading import Mapped
 from dure.checkpoint.restoring import Read, read_slices, reads_of, was_written
 from dure.checkpoint.slices import Box, Piece
 from dure.checkpoint.storage import CheckpointId, StorageReader, done
@@ -220,12 +221,14 @@ class FolderReader(StorageReader):
             planner.commit_tensor(item, to)
         return done(None)
 
-    def fill(self, wanted: list[tuple[Box, str, torch.Tensor]]) -> None:
-        """Read elements."""
+    def fill(
+        self, wanted: list[tuple[Box, str, torch.Tensor]], mapped: Mapped | None = None
+    ) -> None:
+        """Read elements; of several calls with one `mapped`, only the first compares a file."""
         reads: list[Read] = []
         for box, name, to in wanted:
             reads += reads_of(self.catalog, self.catalog.leaves[name].value, Piece(box, to))
-        read_slices(folder_of(self.path, "load"), self.catalog, reads, 1)
+        read_slices(folder_of(self.path, "load"), self.catalog, reads, 1, mapped)
 
 
 def _box_of(item: ReadItem) -> Box:
@@ -307,10 +310,14 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         super().__init__(path, thread_count)
         self.target_dtype, self.block_size = target_dtype, block_size
 
-    def fill(self, wanted: list[tuple[Box, str, torch.Tensor]]) -> None:
+    def fill(
+        self, wanted: list[tuple[Box, str, torch.Tensor]], mapped: Mapped | None = None
+    ) -> None:
         """Read elements, and multiply them."""
+        mapped = mapped or Mapped(folder_of(self.path, "load"), self.catalog)
         scaled = [one for one in wanted if f"{one[1]}_scale_inv" in self.catalog.leaves]
-        super().fill([one for one in wanted if f"{one[1]}_scale_inv" not in self.catalog.leaves])
+        plain = [one for one in wanted if f"{one[1]}_scale_inv" not in self.catalog.leaves]
+        super().fill(plain, mapped)
         for box, name, to in scaled:
             kind, scales = self.catalog.kinds[name], self.catalog.kinds[f"{name}_scale_inv"]
             size = self.block_size
@@ -322,7 +329,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             blocks = Box(first, tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
             weight = torch.empty(box.sizes, dtype=kind.torch_dtype, device="cpu")
             scale = torch.empty(blocks.sizes, device="cpu")
-            super().fill([(box, name, weight), (blocks, f"{name}_scale_inv", scale)])
+            super().fill([(box, name, weight), (blocks, f"{name}_scale_inv", scale)], mapped)
             rows, columns = (
                 torch.arange(a, a + n, device="cpu") // size - b
                 for a, n, b in zip(box.offsets, box.sizes, first, strict=True)

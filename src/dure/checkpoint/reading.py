@@ -33,8 +33,10 @@ class Mapped:
     """The tensors of a checkpoint, mapped from its files, which are opened when they are needed.
 
     A file is closed as soon as it is mapped. All methods but `open_all` open the files of the
-    slices that they are given. A file that is not what the manifest says is a `CheckpointDamaged`;
-    one that cannot be opened or read, a `CheckpointError`.
+    slices that they are given. Its header is read once, and compared once with all slices that the
+    manifest has of it, so reading every tensor takes a time that grows with the slices. A file that
+    is not what the manifest says is a `CheckpointDamaged`; one that cannot be opened or read, a
+    `CheckpointError`.
 
     Args:
         folder: The checkpoint.
@@ -44,6 +46,7 @@ class Mapped:
     def __init__(self, folder: AnyPath, catalog: Catalog) -> None:
         self._folder, self._catalog = folder, catalog
         self._files: dict[int, SliceFile] = {}
+        self._compared: set[int] = set()
 
     def open_all(self) -> None:
         """Open every file, and compare its length and header with the manifest."""
@@ -56,6 +59,16 @@ class Mapped:
             self._files[number] = SliceFile(self._folder / name, record, stays_open=False).map()
         return self._files[number]
 
+    def compared(self, number: int) -> SliceFile:
+        """Return a file, which has the slices that the manifest has of it."""
+        file = self._file(number)
+        if number not in self._compared:
+            fault = _fault_of_header(self._catalog, file, self._catalog.in_file(number))
+            if fault:
+                raise damaged(self._folder, fault)
+            self._compared.add(number)
+        return file
+
     def check(self, parts: Iterable[tuple[Slice, Stored]]) -> None:
         """Read slices, and compare them with their checksums.
 
@@ -64,9 +77,8 @@ class Mapped:
             CheckpointError: A file cannot be opened or read.
         """
         for number, of_file in groupby(parts, lambda one: one[1].file):
-            file, these = self._file(number), list(of_file)
-            file.compare(these, self._catalog.kinds)
-            for part, stored in these:
+            file = self.compared(number)
+            for part, stored in of_file:
                 fault = _fault(self._catalog, file, part, stored)
                 if fault:
                     raise damaged(self._folder, fault)
@@ -74,7 +86,7 @@ class Mapped:
     def sums(self, name: str) -> dict[Box, int | None]:
         """Return the checksums of a tensor's slices."""
         parts = self._catalog.parts(name)
-        return {part.box: self._file(at.file).sum_of(part, at) for part, at in parts}
+        return {part.box: self.compared(at.file).sum_of(part, at) for part, at in parts}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a full tensor, mapped if it is one slice; its bytes are not checked."""
@@ -116,22 +128,28 @@ def faults(folder: AnyPath, catalog: Catalog) -> list[str]:
         try:
             with SliceFile(folder / name, record) as file:
                 parts = catalog.in_file(number)
-                if not _has_slices(catalog, file, parts):
-                    found.append(f"{name} has other slices than its manifest says")
-                found += [f for one in parts if (f := _fault(catalog, file, *one))]
+                of_slices = [_fault(catalog, file, *one) for one in parts]
+                found += filter(None, [_fault_of_header(catalog, file, parts), *of_slices])
         except CheckpointDamaged as e:
             found.append(e.seen)
     return found
 
 
-def _has_slices(catalog: Catalog, file: SliceFile, parts: list[tuple[Slice, Stored]]) -> bool:
-    """Return whether the header of a file has the slices, and no others, that the manifest has."""
+def _fault_of_header(
+    catalog: Catalog, file: SliceFile, parts: list[tuple[Slice, Stored]]
+) -> str | None:
+    """Return what is wrong if a header has not the slices, and no others, that the manifest has.
+
+    Cost: the header is laid out and compared as bytes; it is not parsed.
+    """
     if any(stored.place is None for _, stored in parts):
-        return True  # of these the header was worked out, or read
+        return None  # of these the header was worked out, or read
     layout, header = FileLayout.summed([part for part, _ in parts], catalog.kinds), file.header()
     places = [(layout.begins[part], n) for n, (part, _) in enumerate(parts)]
     is_placed = places == [(stored.begin, stored.place) for _, stored in parts]
-    return is_placed and layout.is_header(header)
+    if is_placed and layout.is_header(header):
+        return None
+    return f"{file.path.name} has other slices than its manifest says"
 
 
 def share_of(catalog: Catalog, rank: int, num_ranks: int) -> list[tuple[Slice, Stored]]:

@@ -24,6 +24,7 @@ from dure.checkpoint.dataclass_fields import Fields
 from dure.checkpoint.fresh_state import like_saved, state_to_fill, with_memory
 from dure.checkpoint.fsspec_path import AnyPath
 from dure.checkpoint.objects import bare, few, is_stateful, own_state
+from dure.checkpoint.reading import Mapped
 from dure.checkpoint.slice_files import Slice, SliceFile, Stored
 from dure.checkpoint.slices import Box, Piece, pieces_of
 from dure.checkpoint.tree import Leaf, Named, decode, entries_of, flatten, put
@@ -254,12 +255,25 @@ def reads_of(catalog: Catalog, tensor: str, piece: Piece) -> Iterator[Read]:
         yield Read(Slice(tensor, box), stored, both, to)
 
 
-def read_slices(path: AnyPath, catalog: Catalog, reads: list[Read], num_threads: int) -> None:
+def read_slices(
+    path: AnyPath,
+    catalog: Catalog,
+    reads: list[Read],
+    num_threads: int,
+    mapped: Mapped | None = None,
+) -> None:
     """Read elements from the files below `path`, in the order in which they are stored.
 
     The files of these reads are opened and compared with the manifest first. Up to 64 stay open,
     and are read even if a save replaces the checkpoint in the meantime; others are opened again for
     each slice.
+
+    Args:
+        path: The folder.
+        catalog: Its manifest.
+        reads: What is read.
+        num_threads: How many threads read.
+        mapped: For several calls: its files are used, each of which is compared once.
 
     Raises:
         CheckpointDamaged: A file is not what the manifest says.
@@ -277,6 +291,9 @@ def read_slices(path: AnyPath, catalog: Catalog, reads: list[Read], num_threads:
 
     try:
         for number, of_file in groupby(reads, lambda read: read.stored.file):
+            if mapped is not None:
+                files[number] = mapped.compared(number)
+                continue
             (name, record), these = catalog.files[number], list(of_file)
             num_wanted = sum(catalog.kinds[r.part.name].num_bytes(r.box) for r in these)
             file = SliceFile(path / name, record, len(files) < _MOST_OPEN, num_wanted)

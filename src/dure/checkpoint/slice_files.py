@@ -55,6 +55,7 @@ from dure.checkpoint.slices import Box, full_box
 from dure.comm.checksum import crc32c
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointDamaged, CheckpointNotWritten
+from dure.trace.plain_files import parse_json
 
 __all__ = [
     "FileLayout",
@@ -475,9 +476,10 @@ class SliceFile:
         if self._sums is None or not summed:
             return
         try:
-            entries = json.loads(self.header()[8:])
+            found = parse_json(self.header()[8:])
         except ValueError:
-            entries = {}
+            found = None
+        entries = cast(dict[str, Any], found) if isinstance(found, dict) else {}
         for part, stored in summed:
             begin = stored.begin - self.record.header_bytes
             name, entry = _entry(part, kinds[part.name], begin)

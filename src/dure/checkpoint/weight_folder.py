@@ -49,6 +49,7 @@ from dure.checkpoint.local_files import (
     rename,
     replace_file,
 )
+from dure.checkpoint.reading import Mapped
 from dure.checkpoint.restoring import read_slices, reads_of
 from dure.checkpoint.saving import OnDemand, Saving, Taken
 from dure.checkpoint.slice_files import FileLayout, Slice, TensorKind
@@ -497,14 +498,14 @@ def consolidate(
             f"no tensor of the checkpoint begins with {prefix!r}",
             seen=f"names in {folder} begin with {', '.join(beginnings[:_MOST_SHOWN])}",
         )
-    alone = Ranks(None, alone=True)
+    alone, mapped = Ranks(None, alone=True), Mapped(folder, catalog)
 
     def read(part: Slice) -> torch.Tensor:
         tensor = torch.empty(
             part.box.sizes, dtype=catalog.kinds[part.name].torch_dtype, device="cpu"
         )
         reads = list(reads_of(catalog, part.name, Piece(part.box, tensor)))
-        read_slices(folder, catalog, reads, alone.num_threads)
+        read_slices(folder, catalog, reads, alone.num_threads, mapped)
         return tensor
 
     kinds = {name: catalog.kinds[name] for name in stored.values()}
