@@ -90,6 +90,8 @@ _OLDEST, _COLUMNS = 2, 4
 _FIELDS = ("offsets", "sizes", "files", "begins", "places")
 _HELD_BYTES = 1 << 16
 _HEAD, _DIGEST_BYTES = b'{"sha256": "', 64
+_OTHER_FORM = (*(ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError),)
+"""Errors of reading fields that are of another form."""
 _PART = re.compile(r"part-(\d{6,})-(\d{5,})\.safetensors")
 
 
@@ -133,18 +135,17 @@ def part_name(number: int, rank: int) -> str:
 
 
 def next_number(folder: AnyPath) -> int:
-    """Return a number of which the folder has no file.
+    """Return a number of which the folder has no file, and which no manifest there has had.
 
     Raises:
         OSError: The folder cannot be read.
     """
-    found = [_PART.fullmatch(name) for name in names_in(folder)]
-    last = max((int(m[1]) for m in found if m), default=0)
-    return file_system_of(folder).number_after(last)
+    numbers = {int(found[1]) for found in map(_PART.fullmatch, names_in(folder)) if found}
+    return file_system_of(folder).number_after(max({_number_in(folder) or 0, *numbers}))
 
 
 def clear(folder: AnyPath) -> None:
-    """Remove what killed saves left: files that the manifest does not name.
+    """Remove what killed saves left: files of other saves than that of the manifest.
 
     If the manifest cannot be used, nothing is removed, so that a person can look at the folder.
 
@@ -153,41 +154,48 @@ def clear(folder: AnyPath) -> None:
     """
     files = file_system_of(folder)
     files.remove_hidden(folder / NAME)
-    names = files.names(folder)
-    numbers = {int(found[1]) for found in map(_PART.fullmatch, names) if found}
-    if NAME in names and len(numbers) < 2:  # all files that a manifest names are of one save
+    found = {name: _PART.fullmatch(name) for name in files.names(folder)}
+    numbers = {name: int(match[1]) for name, match in found.items() if match}
+    number = _number_in(folder)
+    kept = {name for name in numbers if numbers[name] == number}
+    if number is None or kept == numbers.keys():
         return
-    kept = _named(folder)
-    if numbers and kept is not None:
-        files.flush(folder)  # the manifest is durable before files of the previous one are removed
-        remove(folder, keep=kept)
+    files.flush(folder)  # the manifest is durable before files of the previous one are removed
+    remove(folder, keep=kept)
 
 
 def clear_save(folder: AnyPath, number: int) -> None:
-    """Remove what a save that failed has written.
+    """Remove what a save that failed has written, unless its manifest is in place.
 
     The rename of its manifest, or its upload, may have taken effect and be reported as an error. So
-    the manifest is read: its files are kept, and all files if it cannot be used.
+    the manifest is read: if it cannot be used, nothing is removed.
 
     Raises:
         OSError: The folder cannot be read.
     """
-    kept = _named(folder)
-    if kept is not None:
-        remove(folder, keep=kept, number=number)
+    if _number_in(folder) not in (None, number):
+        remove(folder, number=number)
 
 
-def _named(folder: AnyPath) -> Mapping[str, Any] | None:
-    """Return the names of files in the manifest of a folder; None: it cannot be used.
+def _number_in(folder: AnyPath) -> int | None:
+    """Return which save of the folder the manifest is of; 0: there is none, None: it is unusable.
+
+    All files that it names are of that save. It may name none.
 
     Raises:
         OSError: The folder cannot be read.
     """
     if NAME not in names_in(folder) and not _has(folder / NAME):
-        return {}
+        return 0
     try:
-        return dict.fromkeys(file.name for file in catalog_of(folder).files)
-    except CheckpointError:
+        text, digest = _unsealed(read_file(folder / NAME))
+        fields = cast(dict[str, Any], parse_json(text))
+        _check_version(folder, fields)
+        if fields["version"] >= _COLUMNS:
+            return int(fields["files"]["save"])
+        names = [file.name for file in _catalog(folder, fields, digest).files]
+        return max([int(found[1]) for found in map(_PART.fullmatch, names) if found], default=0)
+    except (OSError, Unreadable, CheckpointError, *_OTHER_FORM):
         return None
 
 
@@ -364,7 +372,7 @@ def _parsed(folder: AnyPath, content: bytes) -> Catalog:
         return _catalog(folder, fields, digest)
     except CheckpointError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as e:
+    except _OTHER_FORM as e:
         raise Unreadable(f"{NAME} has another form: {type(e).__name__}: {e}") from None
 
 
@@ -479,6 +487,10 @@ class _FileTable(Sequence[StoredFile]):
             raise ValueError("the checksums of its files are not digits")
         if {*map(len, columns)} != {len(self._sums) // 8}:
             raise ValueError(f"its columns of files have {[*map(len, columns)]} rows")
+        for at in np.flatnonzero(self._headers.array() >= self._num_bytes.array())[:1]:
+            name = part_name(self._save, self._ranks[int(at)])
+            header, size = self._headers[int(at)], self._num_bytes[int(at)]
+            raise ValueError(f"{name} has {size} bytes, and a header of {header}")
 
     def __len__(self) -> int:
         return len(self._ranks)

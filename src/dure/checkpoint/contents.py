@@ -27,6 +27,14 @@ __all__ = ["Catalog", "Columns", "StoredFile", "TensorSlices", "columns_of", "le
 Array = np.ndarray[Any, Any]
 _FEW = 32
 """Slices of a tensor up to which each is looked at on its own."""
+_MOST_NUMBERS = 1 << 24
+"""Of indices in all ways in which tensors are cut into more slices than that.
+
+Runs claim numbers that are not in the manifest: a small one must not need seconds, or gigabytes. A
+dimension of 10,000 ranks has 20,000 numbers; tensors that are cut the same way count once.
+"""
+_BYTES_PER_SLICE = 8
+"""That the header of a file has at least: the digits of its checksum, or a name and numbers."""
 
 
 class StoredFile(NamedTuple):
@@ -100,7 +108,10 @@ class TensorSlices:
             raise ValueError(f"its columns have {sorted(lengths)} rows")
         if self._file.largest() >= len(files):
             raise ValueError(f"it is in file {self._file.largest()} of {len(files)}")
-        self._shared = json.dumps(dims) if len(self) > _FEW else ""
+        if len(self) * len(dims) > _MOST_NUMBERS:
+            raise ValueError(f"it has {len(self)} slices of {len(shape)} dimensions")
+        self._shared = json.dumps(dims) if dims and len(self) > _FEW else ""
+        """Indices as text, a key for what is known of them; "": of few slices, or of a number."""
         fault = _fault(shape, self._shared) if self._shared else fault_of_cover(shape, self.boxes())
         if fault:
             raise ValueError(fault)
@@ -108,6 +119,14 @@ class TensorSlices:
     def __len__(self) -> int:
         """Return the number of slices."""
         return len(self._file)
+
+    @property
+    def indices(self) -> tuple[str, int]:
+        """A text that is equal for tensors that are cut the same way, and its count of numbers.
+
+        "" and 0 for few slices, each of which is written out.
+        """
+        return self._shared, len(self) * len(self._dims) if self._shared else 0
 
     def box(self, row: int) -> Box:
         """Return the indices of a slice."""
@@ -140,15 +159,15 @@ class TensorSlices:
             if both is not None:
                 yield own, self.stored(row), both
 
-    def in_file(self, number: int) -> list[tuple[Box, Stored]]:
-        """Return the slices that are in a file. Cost: O(runs)."""
-        return [(self.box(row), self.stored(row)) for row in self._file.find(number)]
+    def rows_in(self, number: int) -> list[int]:
+        """Return which slices are in a file. Cost: O(runs)."""
+        return self._file.find(number)
 
 
 @lru_cache(maxsize=16)
 def _table(text: str) -> Array:
     """Return [k, 2d]: offsets and sizes. Many tensors are cut the same way, so tables are kept."""
-    return np.array([column_of(runs).numbers() for runs in json.loads(text)], np.int64).T
+    return np.stack([column_of(runs).array() for runs in json.loads(text)], 1)
 
 
 @lru_cache(maxsize=256)
@@ -179,6 +198,8 @@ class Catalog:
     digest: bytes = b""
     """Equal for two ranks that read the same checkpoint."""
     _cuts: dict[str, TensorSlices] = field(default_factory=dict[str, TensorSlices], compare=False)
+    _numbers: dict[str, int] = field(default_factory=dict[str, int], compare=False)
+    """The `indices` of tensors so far."""
 
     @cached_property
     def leaves(self) -> dict[str, Leaf]:
@@ -216,26 +237,40 @@ class Catalog:
         """
         if name not in self._cuts:
             try:
-                self._cuts[name] = TensorSlices(
-                    self.kinds[name].shape, self.columns[name], self.files
-                )
+                found = TensorSlices(self.kinds[name].shape, self.columns[name], self.files)
+                self._count(*found.indices)
             except (ValueError, TypeError, OverflowError, LookupError) as e:
                 raise damaged(self.folder, f"of {name!r}, {e}") from None
+            self._cuts[name] = found
         return self._cuts[name]
+
+    def _count(self, indices: str, count: int) -> None:
+        if indices not in self._numbers:
+            total = count + sum(self._numbers.values())
+            if total > _MOST_NUMBERS:
+                raise ValueError(f"its slices and those of other tensors have {total} indices")
+            self._numbers[indices] = count
 
     def in_file(self, number: int) -> list[tuple[Slice, Stored]]:
         """Return the slices of a file, in their order there.
 
         Raises:
-            CheckpointDamaged: As `cut`, of any tensor.
+            CheckpointDamaged: As `cut`, of any tensor; or they are more than the header can have.
 
         Cost: O(runs) of all tensors.
         """
-        found = [
-            (Slice(name, box), stored)
-            for name in self.kinds
-            for box, stored in self.cut(name).in_file(number)
-        ]
+        (file, record), total = self.files[number], 0
+        rows: dict[str, list[int]] = {}
+        for name in self.kinds:
+            rows[name] = self.cut(name).rows_in(number)
+            total += len(rows[name])
+            if total * _BYTES_PER_SLICE > record.header_bytes:
+                seen = f"{total} slices or more are in {file}, whose header is too short"
+                raise damaged(self.folder, f"of {name!r}, {seen}")
+        found: list[tuple[Slice, Stored]] = []
+        for name, mine in rows.items():
+            cut = self.cut(name)
+            found += [(Slice(name, cut.box(row)), cut.stored(row)) for row in mine]
         return sorted(found, key=lambda one: one[1].begin)
 
     def parts(self, name: str) -> list[tuple[Slice, Stored]]:

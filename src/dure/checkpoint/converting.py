@@ -125,8 +125,9 @@ def _taken_from(source: AnyPath) -> Taken:
 
 
 def _taken_from_catalog(folder: AnyPath, catalog: Catalog) -> Taken:
-    stored = dict(one for name in catalog.kinds for one in catalog.parts(name))
     mapped = Mapped(folder, catalog)
+    mapped.open_all()  # before all slices are listed
+    stored = dict(one for name in catalog.kinds for one in catalog.parts(name))
 
     def read(part: Slice) -> torch.Tensor:
         dtype = catalog.kinds[part.name].torch_dtype

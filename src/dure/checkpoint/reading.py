@@ -24,7 +24,7 @@ from dure.checkpoint.tree import encode
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointDamaged
 
-__all__ = ["Mapped", "differences", "faults", "share_of"]
+__all__ = ["Mapped", "differences", "faults"]
 
 _PIECE_ELEMENTS = 1 << 20
 
@@ -38,6 +38,9 @@ class Mapped:
     is not what the manifest says is a `CheckpointDamaged`; one that cannot be opened or read, a
     `CheckpointError`.
 
+    A manifest may claim more slices than there is memory for. So files are opened before their
+    slices are listed: headers that exist have so many at most.
+
     Args:
         folder: The checkpoint.
         catalog: Its manifest.
@@ -49,9 +52,9 @@ class Mapped:
         self._compared: set[int] = set()
 
     def open_all(self) -> None:
-        """Open every file, and compare its length and header with the manifest."""
+        """Open every file, and compare it with the manifest."""
         for number in range(len(self._catalog.files)):
-            self._file(number)
+            self.compared(number)
 
     def _file(self, number: int) -> SliceFile:
         if number not in self._files:
@@ -68,6 +71,28 @@ class Mapped:
                 raise damaged(self._folder, fault)
             self._compared.add(number)
         return file
+
+    def share_of(self, rank: int, num_ranks: int) -> list[tuple[Slice, Stored]]:
+        """Return the slices that one of several ranks is to check.
+
+        In the order of the files, each rank gets the slices that begin in its share of the bytes.
+        So the share of a rank is in few files, and every file is in the share of a rank.
+        """
+        catalog = self._catalog
+        records = [file.record for file in catalog.files]
+        total, begin = sum(one.num_bytes - one.header_bytes for one in records), 0
+        mine: list[tuple[Slice, Stored]] = []
+        for number, record in enumerate(records):
+            size = record.num_bytes - record.header_bytes
+            ranks = range(begin * num_ranks // total, (begin + size - 1) * num_ranks // total + 1)
+            if rank in ranks:
+                self._file(number)
+                for part, stored in catalog.in_file(number):
+                    at = begin + stored.begin - record.header_bytes
+                    if at * num_ranks // total == rank:
+                        mine.append((part, stored))
+            begin += size
+        return mine
 
     def check(self, parts: Iterable[tuple[Slice, Stored]]) -> None:
         """Read slices, and compare them with their checksums.
@@ -150,26 +175,6 @@ def _fault_of_header(
     if is_placed and layout.is_header(header):
         return None
     return f"{file.path.name} has other slices than its manifest says"
-
-
-def share_of(catalog: Catalog, rank: int, num_ranks: int) -> list[tuple[Slice, Stored]]:
-    """Return the slices that one of several ranks is to check.
-
-    In the order of the files, each rank gets the slices that begin in its share of the bytes. So
-    the share of a rank is in few files, and every file is in the share of a rank.
-    """
-    records = [file.record for file in catalog.files]
-    total, begin = sum(one.num_bytes - one.header_bytes for one in records), 0
-    mine: list[tuple[Slice, Stored]] = []
-    for number, record in enumerate(records):
-        size = record.num_bytes - record.header_bytes
-        ranks = range(begin * num_ranks // total, (begin + size - 1) * num_ranks // total + 1)
-        for part, stored in catalog.in_file(number) if rank in ranks else ():
-            at = begin + stored.begin - record.header_bytes
-            if at * num_ranks // total == rank:
-                mine.append((part, stored))
-        begin += size
-    return mine
 
 
 def differences(first: AnyPath, second: AnyPath) -> list[str]:

@@ -271,7 +271,7 @@ def read_slices(
     Args:
         path: The folder.
         catalog: Its manifest.
-        reads: What is read.
+        reads: The elements, and where they go.
         num_threads: How many threads read.
         mapped: For several calls: its files are used, each of which is compared once.
 

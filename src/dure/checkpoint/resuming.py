@@ -23,7 +23,7 @@ from dure.checkpoint.files import damaged
 from dure.checkpoint.folder import Place
 from dure.checkpoint.objects import PerRank, Positioned, bare, check_fits, is_divided, load_into
 from dure.checkpoint.randomness import restore_random_state, seed_new_rank
-from dure.checkpoint.reading import Mapped, share_of
+from dure.checkpoint.reading import Mapped
 from dure.checkpoint.restoring import in_order, load_from
 from dure.checkpoint.tree import decode
 from dure.errors import CheckpointException, CheckpointMismatch
@@ -60,7 +60,7 @@ class Resuming:
         if self.step != place.step or not self._ranks:
             raise damaged(self.path, f"its manifest is of step {self.step}")
         self._tensors = Mapped(self.path, self.catalog)
-        self._tensors.check(share_of(self.catalog, ranks.rank, ranks.size))
+        self._tensors.check(self._tensors.share_of(ranks.rank, ranks.size))
 
     @property
     def world_size(self) -> int:

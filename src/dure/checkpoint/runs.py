@@ -25,8 +25,11 @@ Array = np.ndarray[Any, Any]
 Runs = list[Any]
 """A column as it is in the manifest: of each item a number, or [first, step, count]."""
 
-MOST_ROWS = 1 << 24
-"""More rows than that are refused: three numbers can claim any count."""
+MOST_ROWS = 1 << 20
+"""More rows than that are refused: three numbers can claim any count.
+
+A million slices of a tensor are a hundred of each of 10,000 ranks.
+"""
 _LARGEST = 1 << 62
 _SHORTEST = 4
 """Numbers that a run has at least."""
@@ -53,15 +56,16 @@ class Column:
         first, step, count = self._runs[at]
         return first + step * (row - self._ends[at] + count)
 
+    def array(self) -> Array:
+        """Return all numbers. Cost: O(rows)."""
+        runs = [
+            first + step * np.arange(count, dtype=np.int64) for first, step, count in self._runs
+        ]
+        return np.concatenate([np.empty(0, np.int64), *runs])
+
     def numbers(self) -> list[int]:
         """Return all numbers. Cost: O(rows)."""
-        found: list[int] = []
-        for first, step, count in self._runs:
-            if step:
-                found += range(first, first + step * count, step)
-            else:
-                found += [first] * count
-        return found
+        return self.array().tolist()
 
     def find(self, number: int) -> list[int]:
         """Return the rows that have this number, ascending. Cost: O(runs), and the rows found."""
@@ -82,6 +86,9 @@ class Column:
 
 class _Plain(list[int]):
     """A column without runs, as most of a few slices."""
+
+    def array(self) -> Array:
+        return np.array(self, np.int64)
 
     def numbers(self) -> list[int]:
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add, sub
@@ -24,9 +24,13 @@ from dure.tensor import DTensor
 from dure.tensor.placement_types import Placement
 from dure.tensor.spec import cuts_of, runs_of
 
-__all__ = ["Box", "Piece", "boxes_of", "fault_of_boxes", "fault_of_cover", "full_box", "pieces_of"]
+__all__ = ["Box", "Piece", "fault_of_boxes", "fault_of_cover", "full_box", "pieces_of"]
 
 Array = np.ndarray[Any, Any]
+_LARGEST = 1 << 62
+"""Of an offset or a size: sums of two of them are numbers of 64 bits."""
+_MOST_PAIRS = 1 << 28  # some seconds
+_PAIRS_AT_ONCE = 1 << 16
 
 
 class Box(NamedTuple):
@@ -153,49 +157,85 @@ def _placed(runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 def fault_of_cover(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """Say which elements of a tensor are in two boxes, outside, or in none; None: each in one.
 
-    Cost: boxes are compared with those that begin before their end in the first dimension where
-    not all are the same; for rows or columns, linear in their number. Answers are kept, as tensors
-    of a shape mostly are cut the same way.
+    Cost: as `fault_of_boxes`. Answers are kept, as tensors of a shape mostly are cut the same way.
     """
     return _fault_of_cover(tuple(shape), tuple(boxes))
 
 
 @lru_cache(maxsize=128)
 def _fault_of_cover(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
-    full, found = full_box(shape), sorted(boxes)
-    for box in found:
-        if len(box.offsets) != len(full.sizes) or len(box.sizes) != len(full.sizes):
+    for box in boxes:
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
             return f"slice {box.offsets}, {box.sizes} has another number of dimensions"
-        if min(box.offsets, default=0) < 0 or min(box.sizes, default=1) < 1:
-            return f"slice {box.offsets}, {box.sizes} is none"
-        if any(end > n for end, n in zip(box.ends, full.sizes, strict=True)):
+        if max(*box.offsets, *box.sizes, 0, 0) > _LARGEST:
             return f"slice {box} is outside of {list(shape)}"
-    if not shape:
-        return None if len(found) == 1 else f"a number is stored {len(found)} times"
-    dim = next((d for d in range(len(shape)) if len({b.offsets[d] for b in found}) > 1), 0)
-    found.sort(key=lambda box: box.offsets[dim])
-    for number, box in enumerate(found):
-        after = number + 1
-        while after < len(found) and found[after].offsets[dim] < box.ends[dim]:
-            if box.meet(found[after]):
-                return f"slices {box} and {found[after]} overlap"
-            after += 1
-    missing = full.num_elements - sum(box.num_elements for box in found)
-    return f"{missing} of {full.num_elements} elements are in no slice" if missing else None
-
-
-def boxes_of(rows: Array) -> list[Box]:
-    """Return the boxes of an array [k, 2d]: offsets, then sizes."""
-    d = rows.shape[1] // 2
-    return [Box(tuple(row[:d]), tuple(row[d:])) for row in rows.tolist()]
+    rows = np.array([[*box.offsets, *box.sizes] for box in boxes], np.int64)
+    return fault_of_boxes(shape, rows.reshape(len(boxes), 2 * len(shape)))
 
 
 def fault_of_boxes(shape: tuple[int, ...], rows: Array) -> str | None:
     """Return what `fault_of_cover` does, of boxes in an array [k, 2d]: offsets, then sizes.
 
-    Cost: O(k log k) in arrays where they are a grid, as in most meshes; else as `fault_of_cover`.
+    Cost: O(k log k) in arrays where they are a grid, as in most meshes. Else boxes are compared
+    with those that begin before their end in one dimension: that in which these are fewest. For
+    rows or columns there are none. If there are more than 2**28 pairs, that is the answer.
     """
-    return None if _is_grid(shape, rows) else fault_of_cover(shape, boxes_of(rows))
+    return None if _is_grid(shape, rows) else _fault_of_rows(shape, rows)
+
+
+def _fault_of_rows(shape: tuple[int, ...], rows: Array) -> str | None:
+    d = len(shape)
+    if not d:
+        return None if len(rows) == 1 else f"a number is stored {len(rows)} times"
+    rows = rows[np.lexsort(rows.T[::-1])]
+    begins, sizes = rows[:, :d], rows[:, d:]
+    ends = begins + sizes
+    limits = np.array([min(n, _LARGEST) for n in shape], np.int64)
+    for row in np.flatnonzero((begins < 0).any(1) | (sizes < 1).any(1))[:1]:
+        return f"slice {(*begins[row].tolist(),)}, {(*sizes[row].tolist(),)} is none"
+    for row in np.flatnonzero((ends > limits).any(1))[:1]:
+        return f"slice {_box_of(rows[row])} is outside of {list(shape)}"
+    counts = [_num_begun(begins[:, dim], ends[:, dim]) for dim in range(d)]
+    dim = min(range(d), key=lambda dim: counts[dim])
+    if counts[dim] > _MOST_PAIRS:
+        return f"its {len(rows)} slices are cut too irregularly: {counts[dim]} pairs may overlap"
+    rows = rows[np.argsort(rows[:, dim], kind="stable")]
+    columns = [(rows[:, n].copy(), rows[:, n] + rows[:, d + n]) for n in range(d)]
+    for pairs in _pairs(*columns.pop(dim)):
+        met = pairs
+        for begin, end in columns:
+            first, second = met
+            met = met[:, (begin[first] < end[second]) & (begin[second] < end[first])]
+        if met.size:
+            first, second = (_box_of(rows[row]) for row in met[:, 0])
+            return f"slices {first} and {second} overlap"
+    total = math.prod(shape)  # of Python's integers, which have no largest one
+    missing = total - sum(map(math.prod, sizes.tolist()))
+    return f"{missing} of {total} elements are in no slice" if missing else None
+
+
+def _num_begun(begins: Array, ends: Array) -> int:
+    """Return how many pairs of intervals there are, of which one begins within the other."""
+    at = np.argsort(begins, kind="stable")
+    return int((np.searchsorted(begins[at], ends[at]) - np.arange(1, len(at) + 1)).sum())
+
+
+def _pairs(begins: Array, ends: Array) -> Iterator[Array]:
+    """Iterate over arrays [2, n] of the pairs that `_num_begun` counts; `begins` ascend."""
+    counts = np.searchsorted(begins, ends) - np.arange(1, len(begins) + 1)
+    numbers, row = np.cumsum(counts) // _PAIRS_AT_ONCE, 0
+    while row < len(counts):
+        end = int(np.searchsorted(numbers, numbers[row], "right"))
+        mine = counts[row:end]
+        first = np.repeat(np.arange(row, end), mine)
+        within = np.arange(len(first)) - np.repeat(np.cumsum(mine) - mine, mine)
+        yield np.stack([first, first + 1 + within])
+        row = end
+
+
+def _box_of(row: Array) -> Box:
+    numbers = row.tolist()
+    return Box(tuple(numbers[: len(numbers) // 2]), tuple(numbers[len(numbers) // 2 :]))
 
 
 def _is_grid(shape: tuple[int, ...], rows: Array) -> bool:

@@ -315,7 +315,7 @@ def test_numbers_of_saves_in_a_store_are_not_used_twice():
     with pytest.MonkeyPatch.context() as patch:
         drawn = iter([5, 9])
         patch.setattr("dure.checkpoint.object_store.secrets.randbelow", lambda _: next(drawn))
-        for part in [name for name in names_in(RUN) if name.startswith("part-")]:
+        for part in [name for name in names_in(RUN) if name.startswith(("part-", "manifest"))]:
             (RUN / part).unlink()
         assert [next_number(RUN), next_number(RUN)] == [6, 10]
 

@@ -167,6 +167,33 @@ def test_what_killed_saves_left_is_removed_before_the_next_one_writes(
     assert _names(tmp_path) == sorted([*others, "manifest.json", "part-000008-00000.safetensors"])
 
 
+def test_saves_without_tensors_are_numbered_and_the_next_one_takes_another_number(tmp_path):
+    _save({"step": 1}, tmp_path)
+    _save({"w": counted(3)}, tmp_path)
+    assert _names(tmp_path) == ["manifest.json", "part-000002-00000.safetensors"]
+    _save({"step": 2}, tmp_path)
+    assert _names(tmp_path) == ["manifest.json"]
+    _save({"w": counted(3)}, tmp_path)
+    assert _names(tmp_path) == ["manifest.json", "part-000004-00000.safetensors"]
+
+
+def test_what_a_killed_save_left_beside_a_manifest_without_tensors_is_removed_before_writing(
+    tmp_path, before_writing
+):
+    _save({"step": 1}, tmp_path)
+    (tmp_path / "part-000002-00000.safetensors").write_text("")
+    _save({"w": counted(3)}, tmp_path)
+    assert before_writing[-1] == [".lock", "manifest.json"]
+    assert _names(tmp_path) == ["manifest.json", "part-000003-00000.safetensors"]
+
+
+def test_next_save_beside_a_manifest_of_format_3_has_the_next_number(tmp_path):
+    stored = Path(__file__).parents[1] / "stored/format_3/sharded"
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
+    _save({"w": counted(3)}, tmp_path)
+    assert _names(tmp_path) == ["manifest.json", "part-000002-00000.safetensors"]
+
+
 @pytest.mark.parametrize("writes", [(0, 1), (0,), (1,)])
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_folder_that_each_host_has_on_its_own_disk_is_refused(tmp_path, is_there, writes):
