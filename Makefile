@@ -1,6 +1,6 @@
 # `make demo` and `make test` set up everything in .venv first, and only once: see scripts/setup.
 # What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS, KILLS, STOPS, DRILL_ARGS,
-# STRESS_ARGS, MUTANTS_ARGS, CLIENTS, NATIVE.
+# STRESS_ARGS, MUTANTS_ARGS, CLIENTS, TORCHES, NATIVE.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -59,6 +59,9 @@ stores: ## try checkpoints at URLs with a server that stands for S3
 	@build/stores/bin/python -m pip install --quiet -c constraints.txt -r tests/checkpoint/stores.txt
 	@build/stores/bin/python -c 'import moto.server, s3fs' # without them the tests would be skipped
 	@build/stores/bin/python -m pytest -q tests/checkpoint/procs/test_s3.py
+
+versions: ## run the tests that use torch most with torch 2.11 to 2.15, or TORCHES="2.15.0 ..."
+	@.ci/run versions
 
 native-build: $(STAMPS)/venv ## build the C++ tests, plain and under the sanitizers, or NATIVE="plain thread"
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test --build $(NATIVE)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from dure.comm.group import ProcessGroup
 from dure.comm.objects import all_gather_object
@@ -24,6 +23,7 @@ from dure.errors import ReplicasDiffer
 from dure.mesh import DeviceMesh
 from dure.tensor.dtensor import DTensor
 from dure.torch_names import lazy_names
+from dure.torch_private import pytree
 
 __all__ = ["check_batch", "check_replicas"]
 

@@ -5,6 +5,7 @@
     │   ├── ShapeError, DtypeError, DeviceError, PlacementError (DimError),
     │   ├── MeshError (AxisError)
     │   ├── NotInGroupError, CopyError, DataError, ModuleError (HookError), OptimizerError
+    │   ├── TorchVersionError     this torch lacks something that Dure needs
     │   └── ScheduleError         a pipeline's schedule is incomplete, or would deadlock
     ├── CommError             the group is broken and must be made again
     │   ├── CommTimeout, PeerLost, Desync, Aborted
@@ -99,6 +100,7 @@ __all__ = [
     "StoreLost",
     "StoreRefused",
     "StoreTimeout",
+    "TorchVersionError",
     "UnevenInputs",
     "UnwaitedWorkWarning",
     "UsageError",
@@ -299,6 +301,14 @@ class HookError(ModuleError, TypeError):
 
     Attributes:
         parameters: Names of the bucket's parameters.
+    """
+
+
+class TorchVersionError(UsageError, ImportError):
+    """The installed torch lacks something that Dure, or the imported part of it, needs.
+
+    The message has what is missing, torch's version, and the versions that work. Importing other
+    parts of Dure may succeed.
     """
 
 

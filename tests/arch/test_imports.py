@@ -24,6 +24,7 @@ MAY_IMPORT_TORCH_DISTRIBUTED = {
     *(PACKAGE / "torch_backend").glob("*.py"),
     PACKAGE / "checkpoint" / "torch_writing.py",  # writes torch's checkpoints, for `convert`
     PACKAGE / "cli" / "bench" / "rank.py",  # as the rival of a benchmark, and nothing else
+    PACKAGE / "torch_private.py",  # has `c10d` for those above
     PACKAGE / "tensor" / "debug.py",  # counts under the names of operators that torch defines there
     *(  # parts of torch that know nothing of process groups, at torch's paths
         PACKAGE / f"{path.replace('.', '/')}.py"
@@ -40,7 +41,7 @@ FOREIGN_HEADER = re.compile(r'#\s*include\s*[<"](Python\.h|nanobind/|torch/|ATen
 
 
 def test_torch_distributed_is_used_only_by_adapter_plug_in_and_benchmark():
-    used = ("torch.distributed", "torch._C._distributed")
+    used = ("torch.distributed", "torch._C._distributed", "dure.torch_private.c10d")
     offenders = [
         shown(path, line)
         for path in python_files()

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from dure.checkpoint.slice_files import Slice
 from dure.comm.checksum import copy_bytes
 from dure.comm.reduction import as_bytes
+from dure.torch_private import pytree
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd import forward_ad
 
+from dure import torch_private
 from dure.comm.untraced import untraced_below
 from dure.errors import UsageError
 
@@ -37,20 +37,21 @@ __all__ = [
     "refuse_in_jit_trace",
 ]
 
-_modes: Any = torch.utils._python_dispatch  # pyright: ignore
+_modes: Any = torch_private.dispatch_modes
 """Torch's module, whose flag `_is_in_torch_dispatch_mode` says that a thread is in a mode."""
 
 is_jit_tracing = torch.jit.is_tracing  # pyright: ignore
 """Return whether this thread is inside `torch.jit.trace`; the compiler knows the answer."""
-_is_tracing: Any = torch._C._is_tracing  # pyright: ignore
-_num_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore
-_mode_of: Any = torch._C._get_dispatch_mode  # pyright: ignore
-_Key: Any = torch._C._TorchDispatchModeKey  # pyright: ignore
+_is_tracing = torch_private.is_tracing
+_num_modes = torch_private.len_torch_dispatch_stack
+_mode_of: Any = torch_private.get_dispatch_mode
+_Key: Any = torch_private.TorchDispatchModeKey
 _CAPTURES = (_Key.PROXY, _Key.FAKE, _Key.FUNCTIONAL)
-_level: Any = torch._C._functorch.maybe_current_level  # pyright: ignore
-_innermost: Any = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
-_FUNCTIONALIZE: Any = torch._C._functorch.TransformType.Functionalize  # pyright: ignore
-_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
+_level: Any = torch_private.functorch.maybe_current_level
+_innermost: Any = torch_private.functorch.peek_interpreter_stack
+_FUNCTIONALIZE: Any = torch_private.functorch.TransformType.Functionalize
+_is_wrapped: Any = torch_private.functorch.is_functorch_wrapped_tensor
+_forward_ad: Any = torch_private.forward_ad
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _INSTEAD = "Use dure.comm.functional or dure.nn.functional, whose collectives return new tensors."
@@ -58,7 +59,7 @@ _INSTEAD = "Use dure.comm.functional or dure.nn.functional, whose collectives re
 
 def capturing(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a collective on `tensors` must be an operator, not work on their memory."""
-    if _num_modes() or _is_tracing() or forward_ad._current_level >= 0:  # pyright: ignore
+    if _num_modes() or _is_tracing() or _forward_ad._current_level >= 0:
         return True
     for tensor in tensors:  # `any` would cost as much as the rest
         if type(tensor) not in _PLAIN and _has_no_memory(tensor):
@@ -71,7 +72,7 @@ def making_a_graph(tensors: Sequence[torch.Tensor]) -> bool:
 
     If only other dispatch modes are on the stack, such as those that count operators, it does not.
     """
-    if _is_tracing() or forward_ad._current_level >= 0:  # pyright: ignore
+    if _is_tracing() or _forward_ad._current_level >= 0:
         return True
     if any(_mode_of(key) is not None for key in _CAPTURES):
         return True
@@ -85,7 +86,7 @@ def in_transform() -> bool:
     """
     if _level() is not None:
         return _innermost().key() != _FUNCTIONALIZE
-    return forward_ad._current_level >= 0  # pyright: ignore
+    return _forward_ad._current_level >= 0
 
 
 def _has_no_memory(tensor: torch.Tensor) -> bool:

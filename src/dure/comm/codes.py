@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from dure import torch_private
 from dure.comm.ops import REDUCTIONS, ReduceOp
 from dure.native import know_torch, set_library_folders
 from dure.trace import hooks
@@ -45,7 +46,7 @@ know_torch(
     torch.Tensor,
     torch.nn.Parameter,
     [getattr(ReduceOp, n) for n in REDUCTIONS],
-    torch._C,  # pyright: ignore[reportPrivateUsage]
+    torch_private.bindings,
     _sample,
     hooks,
 )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dure import env
+from dure import env, torch_private
 from dure.store.members import RendezvousMember
 
 __all__ = ["each_has_its_own", "visible_gpus"]
@@ -25,7 +25,7 @@ def visible_gpus(device: torch.device | None) -> tuple[str, ...]:
 
     Cost: a question to the driver's library; CUDA is not initialized.
     """
-    if not hasattr(torch._C, "_nccl_version"):  # pyright: ignore[reportPrivateUsage]
+    if not torch_private.has_nccl:
         return ()
     count = torch.cuda.device_count()
     named = (env.text("CUDA_VISIBLE_DEVICES") or "").split(",")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from dure import torch_private
 from dure.comm.untraced import untraced_here
 from dure.comm.work import Work
 
@@ -57,7 +58,7 @@ class AsyncCollectiveTensor(torch.Tensor):
     ) -> Any:
         """Wait, then run `func` on tensors that are now ordinary ones."""
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            with torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         _wait_for_each(args)
         if kwargs:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
+from dure import torch_private
 from dure.comm.call import Call
 from dure.comm.untraced import untraced_below
 
@@ -56,14 +57,14 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-profiler: Any = torch.autograd.profiler
+profiler = torch_private.profiler
 """Its `_is_profiler_enabled` is True while a profiler runs."""
 
 UNRECORDED = nullcontext()
 """Used instead of `step(...)` while no profiler runs."""
 
 _RANKS_SHOWN = 30
-_Range: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore
+_Range: Any = torch_private.RecordFunctionFast
 
 _NAMES = {
     "all_reduce": ("c10d::allreduce_", "allreduce"),

@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 
-from dure import env
+from dure import env, torch_private
 from dure.comm.backends.mpi import library as mpi_library
 from dure.comm.backends.registry import known_backends
 from dure.comm.group import ProcessGroup
@@ -287,7 +287,7 @@ def is_gloo_available() -> bool:
             assert dist.is_backend_available("gloo")
         ```
     """
-    return hasattr(torch._C, "_distributed_c10d")  # pyright: ignore[reportPrivateUsage]
+    return torch_private.has_distributed
 
 
 def is_nccl_available() -> bool:
@@ -302,7 +302,7 @@ def is_nccl_available() -> bool:
         assert dist.is_backend_available(backend)
         ```
     """
-    return torch.cuda.is_available() and hasattr(torch._C, "_nccl_version")  # pyright: ignore[reportPrivateUsage]
+    return torch.cuda.is_available() and torch_private.has_nccl
 
 
 def is_mpi_available() -> bool:

@@ -13,13 +13,15 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from dure import torch_private
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 COMPILER = "torch._dynamo"
 """The compiler's module: if it is not loaded, nothing has been compiled."""
 
-_frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore
+_frames: Any = torch_private.eval_frame
 _SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
 _SKIP_BELOW = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 

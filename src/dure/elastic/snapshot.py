@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from dure import torch_private
 from dure.checkpoint.dataclass_fields import fields_of
 from dure.checkpoint.objects import is_sharded, load_into, state_of
 from dure.checkpoint.randomness import random_state, restore_random_state, seed_new_rank
@@ -92,7 +93,7 @@ class Snapshot:
                 kept[name] = tensor.clone(memory_format=torch.contiguous_format)
         self._buffers = kept
         if targets:
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            torch_private.foreach_copy_(targets, sources)
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._buffers[name]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from dure import torch_private
 from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc import backend_registry, profiling
 from dure.rpc.agent import RpcAgent
@@ -49,7 +50,7 @@ Function = Callable[..., torch.futures.Future[T] | T]
 
 _log = logs.logger("rpc")
 
-_profiler_runs = torch.autograd._profiler_enabled  # pyright: ignore
+_profiler_runs = torch_private.profiler_enabled
 
 _here = threading.local()
 """`futures`: the futures that `_wait_all` waits for."""

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from dure.errors import RpcError, UsageError
 from dure.rpc import api
 from dure.rpc.current import current, is_set
 from dure.rpc.rref import RRef
+from dure.torch_private import pytree
 
 __all__ = ["RemoteModule"]
 
@@ -258,7 +258,7 @@ def _forward(
 ) -> Any:
     forward = _method(module_rref, "forward")
     if device != "cpu":
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
     return forward(*args, **kwargs)
 
 

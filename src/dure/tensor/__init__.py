@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim.optimizer import _foreach_supported_types as _in_optimizers  # pyright: ignore
-from torch.utils._foreach_utils import _foreach_supported_types as _in_lists  # pyright: ignore
 
+from dure import torch_private
 from dure.mesh import DeviceMesh, init_device_mesh
 from dure.tensor import debug, experimental, extension, random, rules, updates
 from dure.tensor.clipping import clip_grad_norm_
@@ -70,6 +69,6 @@ else:
 # As torch.distributed.tensor does: `torch.load` loads DTensors, meshes and placements by default,
 # and `torch.nn.utils.clip_grad_norm_` and optimizers treat DTensors in lists.
 torch.serialization.add_safe_globals(safe_globals())
-for _types in (_in_optimizers, _in_lists):
+for _types in (torch_private.foreach_types_in_optimizers, torch_private.foreach_types_in_lists):
     if DTensor not in _types:
         _types.append(DTensor)  # pyright: ignore

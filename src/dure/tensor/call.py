@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dure import torch_private
 from dure.errors import ShapeError
 from dure.tensor.placement_types import REDUCTIONS, Partial, Placement, Replicate
 from dure.tensor.spec import DTensorSpec, TensorMeta
@@ -38,7 +39,7 @@ __all__ = [
     "with_one",
 ]
 
-Op = torch._ops.OpOverload  # pyright: ignore[reportPrivateUsage]
+Op = torch_private.OpOverload
 aten = torch.ops.aten
 Place = tuple[int | str, int | None]
 """Position of an operand: number or name of its argument, and its index if that is a list."""

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from dure import torch_private
 from dure.errors import UsageError
 from dure.tensor.dtensor import DTensor
 from dure.tensor.rules.foreach import Norms, combine, norm_of_norms, norms_by_mesh
@@ -164,7 +165,7 @@ def _scale(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for grad in grads:
         by_device[grad.device].append(grad)
     for device, some in by_device.items():
-        torch._foreach_mul_(some, factor.to(device))  # pyright: ignore
+        torch_private.foreach_mul_(some, factor.to(device))
 
 
 # ---- which ranks have a gradient -----------------------------------------------------------------

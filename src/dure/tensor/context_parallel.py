@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from dure import torch_private
 from dure.comm.group import ProcessGroup
 from dure.comm.work import Work
 from dure.errors import MeshError, ShapeError, UsageError
@@ -159,7 +160,7 @@ def _forward(
     """Return output [.., S, D] and lse [.., S] of attention within a block."""
     bias = _bias(q, k, causal, numbers)
     if _uses_kernel(q):
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        kernel = torch_private.flash_attention
         output, lse = kernel(
             q, k, v, 0.0, causal and bias is None, attn_mask=bias, scale=scale
         )  # fmt: skip
@@ -181,7 +182,7 @@ def _backward(
     q, k, v, output, lse = saved
     bias = _bias(q, k, causal, numbers)
     if _uses_kernel(q):
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        kernel = torch_private.flash_attention_backward
         triangle = causal and bias is None
         return kernel(grad, *saved, 0.0, triangle, attn_mask=bias, scale=scale)
     groups, each = k.shape[1], q.shape[1] // k.shape[1]

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from dure import torch_private
 from dure.comm.untraced import untraced_below
 from dure.errors import MeshError, PlacementError, ShapeError, UsageError, UsageWarning
 from dure.mesh import DeviceMesh, current_mesh
@@ -109,7 +110,7 @@ class DTensor(torch.Tensor):
     copied_at: int | None
     """If this is a copy in the place of a view: the version of the source that was copied."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    __torch_function__ = torch_private.disabled_torch_function_impl
 
     def __new__(
         cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False
@@ -518,8 +519,8 @@ class DTensor(torch.Tensor):
 
         Tracing would call collectives on tensors without values.
         """
-        if torch._guards.TracingContext.try_get() is not None:  # pyright: ignore
-            raise torch._dynamo.exc.Unsupported(  # pyright: ignore
+        if torch_private.TracingContext.try_get() is not None:
+            raise torch_private.later("torch._dynamo.exc.Unsupported")(
                 "Dure's DTensors cannot be traced: this function runs uncompiled"
             )
         return ["part"], (self.spec, self.requires_grad)

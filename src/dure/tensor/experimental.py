@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from dure.comm.pending import wait_tensor
 from dure.errors import MeshError, PlacementError, UsageError
@@ -25,6 +24,7 @@ from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.registry import rule
 from dure.tensor.spec import DTensorSpec, as_placements, import_instead_of, resolved
 from dure.tensor.state import replicating as implicit_replication
+from dure.torch_private import pytree
 
 __all__ = [
     "context_parallel",

@@ -24,6 +24,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dure import torch_private
 from dure.errors import UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor import state
@@ -119,7 +120,7 @@ def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
 
 def _is_in_formula() -> bool:
     """Return whether a built-in autograd node calls the operator, in backward."""
-    node: Any = torch._C._current_autograd_node()  # pyright: ignore
+    node: Any = torch_private.current_autograd_node()
     in_program = node is None or isinstance(node, BackwardCFunction) or state.in_hook.get()
     return not in_program
 

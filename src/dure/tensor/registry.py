@@ -21,13 +21,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from dure import torch_private
 from dure.comm.world import when_left
 from dure.tensor.call import AxisStrategy, Op, OpCall, direct, schema_of
 from dure.tensor.placement_types import Placement, Shard, StridedShard
 from dure.tensor.spec import DTensorSpec
 from dure.tensor.strides import is_dense, laid
+from dure.torch_private import pytree
 
 __all__ = [
     "Local",
@@ -169,7 +170,7 @@ def view_or_copy(
         raise OtherStrides(op(laid(tensor, spec.order), *args)) from None
 
 
-is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # pyright: ignore
+is_alias = torch_private.is_alias_of
 """Return whether two tensors have one storage."""
 
 

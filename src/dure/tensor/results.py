@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from dure import torch_private
 from dure.tensor.call import Op, OpCall, Place, argument_at, check_out, fill, outs_of, schema_of
 from dure.tensor.spec import DTensorSpec, TensorMeta
 from dure.tensor.wrapping import wrap
+from dure.torch_private import pytree
 
 if TYPE_CHECKING:
     from dure.tensor.planning import OperatorPlan
@@ -98,7 +99,7 @@ def _as_stored(call: OpCall, metas: list[torch.Tensor], found: list[Any]) -> lis
         return [t.contiguous() for t in found]
     if call.op in _OF_SUGGESTED_FORMAT and found[0] is not None:
         like = metas[call.operand("input") or 0]
-        layout = torch._prims_common.suggest_memory_format(like)  # pyright: ignore
+        layout = torch_private.suggest_memory_format(like)
         return [torch.empty_like(like, memory_format=layout), *found[1:]]
     if _is_like_a_sum(call.op) and len(metas) == 2 and len(found) == 1:
         (made,) = found

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure import trace
 from dure.comm.queries import get_rank
@@ -21,6 +19,7 @@ from dure.tensor.dtensor import DTensor
 from dure.tensor.redistribute import RedistributionStep, running
 from dure.tensor.registry import rule_of
 from dure.tensor.spec import DTensorSpec
+from dure.torch_private import TorchDispatchMode, current_graph_task_id, pytree
 
 __all__ = ["Explanation", "Operation", "OperationRecorder", "explain", "in_columns"]
 
@@ -137,7 +136,7 @@ class OperationRecorder(TorchDispatchMode):
         return result
 
     def _new(self, name: str) -> Operation:
-        backward = torch._C._current_graph_task_id() != -1  # pyright: ignore
+        backward = current_graph_task_id() != -1
         one = Operation(name, module=self._module_name(), backward=backward)
         self.operations.append(one)
         return one

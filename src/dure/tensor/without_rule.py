@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dure import torch_private
 from dure.errors import PerformanceWarning, PlacementError
 from dure.tensor import state
 from dure.tensor.call import Op, OpCall, argument_at, check_out, fill, outs_of, schema_of
@@ -70,11 +71,10 @@ def _decomposition_of(op: Op) -> Callable[..., Any] | None:
 
     Composite operators arrive here undecomposed in inference mode, and when a rule calls them.
     """
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore
+    has_kernel = torch_private.dispatch_has_kernel
     if has_kernel(op.name(), "CompositeImplicitAutograd"):
         return op.decompose
-    table = torch._decomp.decomposition_table  # pyright: ignore
-    return table.get(op)
+    return torch_private.decomposition_table.get(op)
 
 
 def _on_full_tensors(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

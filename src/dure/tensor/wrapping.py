@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure import torch_private
 from dure.tensor.spec import DTensorSpec
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ except ImportError:  # not built here
 
 __all__ = ["bind", "dtensor_type", "make_wrapper", "native", "parts_in_python", "parts_of", "wrap"]
 
-make_wrapper = torch.Tensor._make_wrapper_subclass  # pyright: ignore
+make_wrapper = torch_private.make_wrapper_subclass
 is_in_inference = torch.is_inference_mode_enabled
 _type: type[DTensor]
 

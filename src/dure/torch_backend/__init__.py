@@ -38,6 +38,18 @@ def register() -> None:
     if not torch_dist.is_available() or NAME in torch_dist.Backend.backend_list:
         return
     torch_dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    records_itself(NAME)
+
+
+def records_itself(name: str) -> None:
+    """Keep the hook of torch's flight recorder, new in torch 2.15, off groups of this backend.
+
+    Dure has a flight recorder (`dure.trace`). The hook needs a backend in C++, which Dure's groups
+    do not have, so torch would fail to make a group.
+    """
+    from torch.distributed import distributed_c10d  # lazy: see `register`
+
+    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(name)
 
 
 def autoload() -> None:

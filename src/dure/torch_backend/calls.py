@@ -12,10 +12,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
 from dure.comm.ops import ReduceOp, as_reduce_op
 from dure.errors import UsageError
+from dure.torch_private import c10d
 
 __all__ = ["Mode", "mode_of", "only", "reduction_of", "root_of", "slots"]
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch._C import _distributed_c10d as c10d
-
 from dure import env
 from dure.comm.creation import GroupSpec, create_groups
 from dure.comm.group import ProcessGroup
@@ -23,6 +21,7 @@ from dure.store.base import Store
 from dure.store.gathering import Gathering, gather
 from dure.store.identity import myself
 from dure.torch_backend.store import TorchStore
+from dure.torch_private import c10d
 
 __all__ = ["GroupRequest", "build"]
 

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C import _distributed_c10d as c10d
-
 from dure.comm.creation import as_timeout, check_ranks
 from dure.comm.rank_text import name_of_ranks
 from dure.torch_backend.engine import GroupRequest, build
 from dure.torch_backend.messages import PointToPoint
 from dure.torch_backend.moves import Moves
 from dure.torch_backend.reductions import ReductionOperations
+from dure.torch_private import c10d
 
 __all__ = ["TorchGroup", "make"]
 

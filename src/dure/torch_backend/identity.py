@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
 from dure.comm.futures import Waiters
 from dure.comm.group import ProcessGroup
@@ -25,6 +24,7 @@ from dure.errors import DeviceError
 from dure.torch_backend import NAME
 from dure.torch_backend.calls import Mode
 from dure.torch_backend.work import CompletedWork, TorchWork, UnwaitedWorks
+from dure.torch_private import c10d
 
 __all__ = ["NoBackendForDevice", "TorchBackendOptions", "TorchGroupBase", "live_groups"]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
 from dure.torch_backend.calls import Mode, only
 from dure.torch_backend.identity import TorchGroupBase
 from dure.torch_backend.profiling import profiled
 from dure.torch_backend.work import TorchWork
+from dure.torch_private import c10d
 
 __all__ = ["PointToPoint", "ReceiveWork"]
 

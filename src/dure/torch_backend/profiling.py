@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch._C import _autograd
 
+from dure import torch_private
 from dure.torch_backend.compiling import opaque
 from dure.torch_backend.work import TorchWork
 
 __all__ = ["profiled"]
 
-_is_profiling: Callable[[], bool] = _autograd._profiler_enabled  # pyright: ignore[reportPrivateUsage]
-_begin: Callable[..., torch.Tensor] = _autograd._record_function_with_args_enter  # pyright: ignore[reportPrivateUsage]
+_is_profiling = torch_private.profiler_enabled
+_begin = torch_private.record_function_enter
 
 Method = Callable[..., Any]
 
@@ -63,7 +63,7 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
 def _profile(group: Any, name: str, shown: list[torch.Tensor], call: Callable[[], Any]) -> Any:
     future: torch.futures.Future[None] = torch.futures.Future()
     record = _begin(f"{_known_as(group)}:{name}", *shown)
-    torch.ops.profiler._call_end_callbacks_on_jit_fut(record, future)
+    torch_private.call_end_callbacks(record, future)
     over = threading.Event()
 
     def end(work: TorchWork | None = None) -> None:

@@ -7,11 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
 from dure.torch_backend.calls import mode_of, only, reduction_of, slots
 from dure.torch_backend.identity import TorchGroupBase
 from dure.torch_backend.profiling import profiled
+from dure.torch_private import c10d
 
 __all__ = ["ReductionOperations"]
 

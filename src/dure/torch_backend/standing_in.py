@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 
 from dure import env
 from dure.errors import UsageError
+from dure.torch_backend import records_itself
 
 __all__ = ["GLOO", "TORCH_GLOO", "install", "install_from_environment"]
 
@@ -113,6 +114,8 @@ class _StandIn:
         both: dict[str, Any] = {"extended_api": True, "devices": ["cpu", "cuda"]}
         _torch.Backend.register_backend(_AS_GLOO, self._create, **both)
         _torch.Backend.register_backend(TORCH_GLOO, _create_torch_gloo, **both)
+        records_itself(_AS_GLOO)
+        records_itself(TORCH_GLOO)
 
         def create_group(*args: Any, **kwargs: Any) -> Any:
             return self._create_group(self._signature.bind(*args, **kwargs))

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistNetworkError
 
 from dure.errors import StoreLost, StoreTimeout
 from dure.store.arguments import duration_of, keys_of
 from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.torch_private import c10d
 
 __all__ = ["TorchStore"]
 

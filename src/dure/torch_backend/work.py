@@ -22,11 +22,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
 from dure.comm.futures import Waiters
 from dure.comm.work import Work
 from dure.torch_backend.compiling import opaque
+from dure.torch_private import c10d
 
 __all__ = ["CompletedWork", "TorchWork", "UnwaitedWorks"]
 

@@ -42,6 +42,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dure import torch_private
 from dure.training.pytrees import mapped, tensors_of
 
 __all__ = [
@@ -66,11 +67,11 @@ Hook = Callable[[torch.Tensor], None]
 
 # Looked up once: finding it takes longer than calling it.
 at_end: Callable[[Callable[[], None]], None]
-at_end = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
+at_end = torch_private.execution_engine.queue_callback
 """Have autograd call a function at the end of the backward that is running."""
-_will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore
+_will_execute = torch_private.will_engine_execute_node
 keeps_graph: Callable[[], bool]
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
+keeps_graph = torch_private.keeps_graph
 """Return whether the running backward keeps its graph for another one (``retain_graph``)."""
 
 
@@ -304,7 +305,7 @@ class _AtEndElse:
 
 def task_id() -> int:
     """Return the number of the backward that runs on this thread; -1 outside of any."""
-    return torch._C._current_graph_task_id()  # pyright: ignore
+    return torch_private.current_graph_task_id()
 
 
 def in_backward() -> bool:

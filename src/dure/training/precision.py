@@ -29,9 +29,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from dure.errors import ModuleError
+from dure.torch_private import BatchNorm
 from dure.training import autograd_hooks
 from dure.training.pytrees import cast_floats
 
@@ -75,7 +75,7 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
-    module_classes_to_ignore: tuple[type[nn.Module], ...] = (_BatchNorm,)
+    module_classes_to_ignore: tuple[type[nn.Module], ...] = (BatchNorm,)
     modules_to_ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -94,7 +94,9 @@ def _captured(rank: int, mode: str) -> list[object]:
     for program in _programs(rank).values():
         graph = make_fx(program, tracing_mode=mode)(torch.ones(2, 2, requires_grad=True))  # pyright: ignore
         found.append(graph(x).detach().tolist())
-        assert not graph(x.clone().requires_grad_()).requires_grad
+        # `detach` of a capture is `alias` from torch 2.14 on, through which gradients pass.
+        passes = graph(x.clone().requires_grad_()).requires_grad
+        assert passes == (torch.__version__ >= (2, 14))
     return found
 
 

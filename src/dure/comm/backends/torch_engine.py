@@ -25,10 +25,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
 
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.group import EngineGroup
@@ -39,6 +38,7 @@ from dure.store.address import outward_address
 from dure.store.base import Store
 from dure.store.interfaces import chosen_address
 from dure.store.wire import encode
+from dure.torch_private import ProcessGroupNCCL, c10d
 
 __all__ = ["ENGINE_OPS", "EngineCalls", "GlooOpening", "connect_nccl", "create_gloo", "create_nccl"]
 
@@ -425,12 +425,6 @@ def create_gloo(options: BackendOptions) -> EngineGroup:
     except BaseException:
         opening.withdraw()
         raise
-
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ProcessGroupNCCL
-else:
-    ProcessGroupNCCL = getattr(c10d, "ProcessGroupNCCL", None)  # None: torch has no NCCL
 
 
 def create_nccl(options: BackendOptions) -> EngineGroup:

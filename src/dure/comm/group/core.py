@@ -29,7 +29,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from dure import trace
+from dure import torch_private, trace
 from dure.comm import checks
 from dure.comm.backends.base import Backend, PlainBackend, channel_name
 from dure.comm.backends.request import Request, num_forks
@@ -48,7 +48,7 @@ from dure.store.prefix import PrefixStore
 from dure.trace import flight
 from dure.trace.record import MESSAGES
 
-count_writes: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # pyright: ignore
+count_writes = torch_private.increment_version
 """Increment the versions of tensors that an operation writes."""
 
 

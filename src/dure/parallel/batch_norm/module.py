@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from dure.comm.world import current_world, resolve
 from dure.errors import ModuleError, ShapeError
 from dure.parallel.batch_norm.statistics import NormalizeOverRanks, Running
+from dure.torch_private import BatchNorm
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["SyncBatchNorm"]
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation in which all ranks together are one batch.
 
     In training, mean and variance are those of the ranks' batches taken together, of any
@@ -154,7 +154,7 @@ def _converted(
     """Convert `module` and what is below it; `done` holds what has been converted."""
     if module in done:
         return done[module]
-    result = _one_converted(kind, module, group) if isinstance(module, _BatchNorm) else module
+    result = _one_converted(kind, module, group) if isinstance(module, BatchNorm) else module
     done[module] = result
     for name, child in list(module._modules.items()):  # pyright: ignore[reportPrivateUsage]
         if child is not None:
@@ -163,7 +163,7 @@ def _converted(
 
 
 def _one_converted(
-    kind: type[SyncBatchNorm], module: _BatchNorm, group: ProcessGroup | None
+    kind: type[SyncBatchNorm], module: BatchNorm, group: ProcessGroup | None
 ) -> SyncBatchNorm:
     if isinstance(module, LazyModuleMixin):  # the first forward makes it another class
         raise ModuleError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure import torch_private
 from dure.training.agreement import broadcast_tensors
 
 if TYPE_CHECKING:
@@ -100,4 +101,4 @@ class BufferSync:
 
 def _unseen_by_autograd(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Let `tensors` change without a mark: an earlier forward may have saved them for backward."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # pyright: ignore
+    return torch_private.unsafe_preserve_version_counter(tuple(tensors))

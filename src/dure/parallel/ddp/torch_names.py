@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
-from torch.utils import _pytree as pytree
 
 from dure import env
 from dure.errors import ModuleError
@@ -24,6 +23,7 @@ from dure.parallel.ddp.buffers import BufferHook, BufferHookLocation
 from dure.parallel.ddp.hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from dure.parallel.ddp.step_times import BucketClock
 from dure.parallel.ddp.validation import trained_parameters
+from dure.torch_private import pytree
 from dure.trace import logs
 from dure.training.agreement import broadcast_tensors, describe_tensor, verify_equal
 

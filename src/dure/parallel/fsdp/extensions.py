@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from dure import torch_private
 from dure.errors import ModuleError
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.gathered import Gathered
@@ -32,7 +33,7 @@ from dure.parallel.fsdp.reducing import CustomCollective
 
 __all__ = ["Extended", "is_extended"]
 
-_unversioned = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore
+_unversioned = torch_private.unsafe_preserve_version_counter
 
 
 def is_extended(part: torch.Tensor) -> bool:

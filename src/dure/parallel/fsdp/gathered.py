@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure import torch_private
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.reducing import (
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Gathered"]
 
-_unversioned = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore
+_unversioned = torch_private.unsafe_preserve_version_counter
 
 
 class Gathered(Strategy):

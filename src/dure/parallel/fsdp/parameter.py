@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dure import torch_private
 from dure.errors import ModuleError
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.host_memory import HostMemory
@@ -62,7 +63,7 @@ class _Freed:
             raise _read(func.__self__.__name__)
         names_type = name == "type" and len(args) == 1 and not kwargs  # else it converts
         if name in _WITHOUT_VALUES or names_type:
-            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore
+            with torch_private.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise _read(name)
 

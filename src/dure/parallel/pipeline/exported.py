@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo  # pyright: ignore[reportPrivateUsage]
 from torch.fx.node import has_side_effect
-from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from dure.errors import ModuleError
 from dure.parallel.pipeline.stage import PipelineStage
+from dure.torch_private import PyTreeCodeGen, PyTreeInfo, pytree
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -112,7 +111,7 @@ class Pipe(nn.Module):
 
         A stage that a schedule runs returns what the model returns.
         """
-        return tuple(tree_leaves(self.split_gm(*args, **kwargs)))
+        return tuple(pytree.tree_leaves(self.split_gm(*args, **kwargs)))
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
         """Return a stage.
@@ -336,10 +335,10 @@ class _Cut:
                 for r in cast("tuple[Any, ...]", self._output.args[0])
             ]
             tree = None if info is None else info.out_spec
-            graph.output(results[0] if tree is None else tree_unflatten(results, tree))
+            graph.output(results[0] if tree is None else pytree.tree_unflatten(results, tree))
         else:
             graph.output(tuple(copied(node) for node in self._borders[index]))
         if index == 0 and info is not None:
-            graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(info.orig_args, info.in_spec, None)))
+            graph.set_codegen(PyTreeCodeGen(PyTreeInfo(info.orig_args, info.in_spec, None)))
         graph.lint()
         return fx.GraphModule(self._full, graph, class_name=f"Stage{index}")

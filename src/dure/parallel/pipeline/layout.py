@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dure.errors import UsageError
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Partial, Replicate
+from dure.torch_private import pytree
 from dure.training.pytrees import tensors_of
 
 __all__ = ["GetMesh", "PackedPytree", "PytreeLayout", "Spread", "TensorLayout", "pack", "unpack"]
@@ -60,12 +60,12 @@ class PytreeLayout:
         leaves: The kinds of its leaves.
     """
 
-    tree: TreeSpec
+    tree: pytree.TreeSpec
     leaves: tuple[TensorLayout | _Other, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as a pytree of numbers: structures of torch's pytrees are not made to be kept."""
-        return _layout_of, (tree_unflatten(range(len(self.leaves)), self.tree), self.leaves)
+        return _layout_of, (pytree.tree_unflatten(range(len(self.leaves)), self.tree), self.leaves)
 
     @property
     def tensors(self) -> list[TensorLayout]:
@@ -74,7 +74,7 @@ class PytreeLayout:
 
 
 def _layout_of(numbered: Any, leaves: tuple[TensorLayout | _Other, ...]) -> PytreeLayout:
-    return PytreeLayout(tree_flatten(numbered)[1], leaves)
+    return PytreeLayout(pytree.tree_flatten(numbered)[1], leaves)
 
 
 class PackedPytree(NamedTuple):
@@ -96,7 +96,7 @@ def pack(value: Any) -> PackedPytree:
 
     Collective: all ranks of the mesh of a DTensor that is Partial.
     """
-    leaves, tree = tree_flatten(value)
+    leaves, tree = pytree.tree_flatten(value)
     described: list[TensorLayout | _Other] = []
     tensors: list[torch.Tensor] = []
     for leaf in leaves:
@@ -156,4 +156,4 @@ def unpack(packed: PackedPytree, get_mesh: GetMesh | None = None) -> Any:
                 stride=spread.stride,
             )
         leaves.append(tensor)
-    return tree_unflatten(leaves, packed.layout.tree)
+    return pytree.tree_unflatten(leaves, packed.layout.tree)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dure.errors import ShapeError, UsageError
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Replicate
+from dure.torch_private import pytree
 
 __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks", "split_tensor"]
 
@@ -36,7 +36,7 @@ class TensorChunkSpec:
         Args:
             chunk_dims: For each argument, the dimension along which it is cut.
         """
-        return tree_map(TensorChunkSpec, chunk_dims)
+        return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
@@ -45,7 +45,7 @@ class TensorChunkSpec:
         Args:
             chunk_dims: For each argument, the dimension along which it is cut.
         """
-        return tree_map(TensorChunkSpec, chunk_dims)
+        return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
 
 def _default_spec(value: object) -> TensorChunkSpec | None:
@@ -167,12 +167,12 @@ def split_args_kwargs_into_chunks(
 
 def _split_tree(value: Any, chunks: int, spec: Any) -> list[Any]:
     """Cut a pytree."""
-    leaves, tree = tree_flatten(value)
+    leaves, tree = pytree.tree_flatten(value)
     specs: list[Any] = []
     if spec is None:
         specs = [_default_spec(leaf) for leaf in leaves]
     else:
-        specs = tree_flatten(type(value)(spec) if value else value)[0]
+        specs = pytree.tree_flatten(type(value)(spec) if value else value)[0]
     if len(specs) != len(leaves):
         raise UsageError(
             "the chunk specs do not fit the arguments",
@@ -183,7 +183,7 @@ def _split_tree(value: Any, chunks: int, spec: Any) -> list[Any]:
     for leaf, one in zip(leaves, specs, strict=True):
         is_cut = isinstance(one, TensorChunkSpec) and isinstance(leaf, torch.Tensor) and leaf.dim()
         columns.append(split_tensor(leaf, one, chunks) if is_cut else [leaf] * chunks)
-    return [tree_unflatten([column[i] for column in columns], tree) for i in range(chunks)]
+    return [pytree.tree_unflatten([column[i] for column in columns], tree) for i in range(chunks)]
 
 
 def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
@@ -205,19 +205,21 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
         assert torch.equal(microbatch.merge_chunks([args[0][0], args[1][0]], None), x)
         ```
     """
-    rows = [tree_flatten(chunk) for chunk in chunks]
+    rows = [pytree.tree_flatten(chunk) for chunk in chunks]
     first, tree = rows[0]
     if chunk_spec is None:
         specs: list[Any] = [_default_spec(leaf) for leaf in first]
     else:
-        specs, tree = tree_flatten(chunk_spec)
+        specs, tree = pytree.tree_flatten(chunk_spec)
     if any(len(leaves) != len(specs) for leaves, _ in rows):
         raise UsageError(
             "the results of microbatches do not fit the merge spec",
             seen=f"{[len(leaves) for leaves, _ in rows]} values, {len(specs)} specs",
         )
     columns = zip(*(leaves for leaves, _ in rows), strict=True)
-    return tree_unflatten([_merge(list(c), s) for c, s in zip(columns, specs, strict=True)], tree)
+    return pytree.tree_unflatten(
+        [_merge(list(c), s) for c, s in zip(columns, specs, strict=True)], tree
+    )
 
 
 def _merge(values: list[Any], spec: Any) -> Any:

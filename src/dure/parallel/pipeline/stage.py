@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from dure.comm.world import resolve
 from dure.errors import UsageError
@@ -15,6 +14,7 @@ from dure.parallel.pipeline.backward import Edges, backward, edges_of, input_bac
 from dure.parallel.pipeline.data_parallel import DataParallelStage
 from dure.parallel.pipeline.layout import GetMesh, PackedPytree, pack, unpack
 from dure.tensor.clipping import register_stage
+from dure.torch_private import pytree
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -170,7 +170,7 @@ class PipelineStage:
             if self.has_backward:
                 self._edges[fwd_chunk_id] = edges_of(packed.tensors)
         elif save_forward_output:
-            self._results[fwd_chunk_id] = tree_map(_detached, output)
+            self._results[fwd_chunk_id] = pytree.tree_map(_detached, output)
         if not self.has_backward:
             self._inputs.pop(fwd_chunk_id, None)
         return output

@@ -42,6 +42,7 @@ import msgspec
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from dure import torch_private
 from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
 from dure.rpc.autograd.graph import Gradients, LocalGraph, edge_of, place
@@ -584,7 +585,7 @@ def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 def _profiled(name: str) -> AbstractContextManager[Any]:
     """Return a range of torch's profiler, if one runs."""
-    if torch.autograd._profiler_enabled():  # pyright: ignore
+    if torch_private.profiler_enabled():
         return torch.profiler.record_function(name)
     return _NOTHING
 

@@ -35,6 +35,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from dure import torch_private
+
 __all__ = ["Gradients", "LocalGraph", "aside", "edge_of", "place", "with_grads"]
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -52,7 +54,7 @@ _ELSEWHERE = (
     "these gradients belong to another process: call dure.autograd.backward(context_id, [loss]) "
     "for a loss that depends on remote calls, once, or with retain_graph=True"
 )
-_delayed: Any = torch._C._functions.DelayedError  # pyright: ignore
+_delayed: Any = torch_private.DelayedError
 """A node of torch, made without its dispatcher, that raises an error when it is executed."""
 
 _alone = _delayed(_ELSEWHERE, 1)
@@ -61,7 +63,7 @@ _anchor = torch.empty(0, requires_grad=True, device="cpu")
 
 _alias: Any = torch.ops.aten.alias.default
 
-_run: Any = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
+_run: Any = torch_private.execution_engine.run_backward
 """torch's engine, without the checks and logs of `torch.autograd.backward`."""
 
 

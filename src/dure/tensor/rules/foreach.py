@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure import torch_private
 from dure.comm.ops import ReduceOp
 from dure.errors import NotInGroupError, PlacementError
 from dure.mesh import DeviceMesh
@@ -49,7 +50,7 @@ Specs = list[DTensorSpec | None]
 def _overloads(*prefixes: str) -> list[Op]:
     """Return the operators whose names have a prefix, without those that write into `out`."""
     found: list[Op] = []
-    for name in torch._C._dispatch_get_all_op_names():  # pyright: ignore
+    for name in torch_private.dispatch_get_all_op_names():
         base, _, overload = name.removeprefix("aten::").partition(".")
         if base.startswith(prefixes) and not overload.endswith("out"):
             found.append(getattr(getattr(aten, base), overload or "default"))
@@ -58,7 +59,7 @@ def _overloads(*prefixes: str) -> list[Op]:
 
 _FUSED = _overloads("_fused_adam", "_fused_sgd_", "_fused_adagrad_")
 _NOT_ELEMENTWISE = ("_foreach_mm", "_foreach_norm", "_foreach_powsum", "_foreach_max.default")
-_EACH = torch._C.DispatchKey.CompositeExplicitAutograd  # pyright: ignore
+_EACH = torch_private.DispatchKey.CompositeExplicitAutograd
 """The dispatch key of torch's form of an operator on lists that processes tensors one by one."""
 
 
@@ -286,7 +287,7 @@ def _direct_norms(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
         numbers = [n for n, part in enumerate(parts) if (part.dtype in _NARROW) is is_narrow]
         if numbers:
             some, dtype = [parts[n] for n in numbers], torch.float32 if is_narrow else None
-            found[numbers] = torch.stack(torch._foreach_norm(some, p, dtype)).double()  # pyright: ignore
+            found[numbers] = torch.stack(torch_private.foreach_norm(some, p, dtype)).double()
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dure import torch_private
 from dure.errors import PlacementError
 from dure.tensor.call import TERMS, AxisStrategy, Op, OpCall, R, direct, same_placement
 from dure.tensor.dispatch import dispatch, special
@@ -90,15 +91,15 @@ def _view_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             seen=str(tensor.spec),
             fix="Use the operator that returns a new tensor, or redistribute() first.",
         )
-    with torch._C._ExcludeDispatchKeyGuard(_PYTHON_KEYS):  # pyright: ignore
+    with torch_private.ExcludeDispatchKeyGuard(_PYTHON_KEYS):
         op(*args, **kwargs)
     tensor.part, tensor.spec = view.part, view.spec
     return tensor
 
 
-_PYTHON_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(  # pyright: ignore
-    torch._C.DispatchKey.PythonTLSSnapshot  # pyright: ignore
-)
+_PYTHON_KEYS = torch_private.DispatchKeySet(
+    torch_private.DispatchKey.Python
+) | torch_private.DispatchKeySet(torch_private.DispatchKey.PythonTLSSnapshot)
 """The dispatch keys by which operators on DTensors reach `dispatch`."""
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch.utils import backend_registration
+from typing import Any
 
+import torch
+
+from dure import torch_private
 from dure.comm.backends.registry import register_backend
 from dure.errors import UsageError
 from dure.testing.accelerator import operators, streams
@@ -16,6 +18,9 @@ from dure.testing.accelerator.streams import Event, Stream
 __all__ = ["Event", "Stream", "install"]
 
 _installed: list[DeviceModule] = []
+_set_up: Any = torch_private.later(
+    "torch.utils.backend_registration._setup_privateuseone_for_python_backend"
+)
 
 
 def install(seed: int | None = None) -> None:
@@ -50,7 +55,7 @@ def install(seed: int | None = None) -> None:
     streams.draw_order(seed)
     if _installed:
         return
-    taken = torch._C._get_privateuse1_backend_name()  # pyright: ignore
+    taken = torch_private.get_privateuse1_name()
     if taken != "privateuseone":
         raise UsageError(
             "this process has another device of torch's kind PrivateUse1",
@@ -59,7 +64,7 @@ def install(seed: int | None = None) -> None:
             fix="Use the simulated accelerator in a process of its own.",
         )
     module = DeviceModule()
-    backend_registration._setup_privateuseone_for_python_backend(NAME, module)  # pyright: ignore
+    _set_up(NAME, module)
     torch.serialization.register_package(0, lambda storage: None, loaded)  # pyright: ignore
     operators.register()
     register_backend(BACKEND, create_simulated_nccl, (NAME,))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dure import torch_private
 from dure.testing.accelerator.streams import Stream, current_stream
 
 __all__ = [
@@ -36,7 +37,8 @@ _GARBAGE = 0xFF
 """Of each byte: NaN in a float, -1 in an integer."""
 _FIRST_ADDRESS = 1 << 60
 _ALIGNMENT = 512
-_cpu: Any = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # pyright: ignore
+_cpu: Any = torch_private.DispatchKeySet(torch_private.DispatchKey.CPU)
+_create_empty: Any = torch_private.later("torch._C._acc.create_empty_tensor")
 _set: Any = torch.ops.aten.set_.source_Storage_storage_offset
 _addresses = itertools.count(_FIRST_ADDRESS, 1 << 40)
 
@@ -133,11 +135,9 @@ def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> tor
     last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     nbytes = 0 if 0 in size else (last + 1) * dtype.itemsize
     where = next(_addresses)
-    storage: Any = torch._C._construct_storage_from_data_pointer(  # pyright: ignore
-        where, torch.device(NAME, 0), nbytes
-    )
+    storage: Any = torch_private.construct_storage(where, torch.device(NAME, 0), nbytes)
     Backing(nbytes).install(storage)
-    tensor = torch._C._acc.create_empty_tensor((0,), dtype)  # pyright: ignore
+    tensor = _create_empty((0,), dtype)
     return _set.redispatch(_cpu, tensor, storage, 0, [*size], [*stride])
 
 
@@ -155,7 +155,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     view.set_(values, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore
     if tensor.is_conj():
         view = view.conj()
-    return torch._neg_view(view) if tensor.is_neg() else view  # pyright: ignore
+    return torch_private.neg_view(view) if tensor.is_neg() else view
 
 
 def fill_garbage(tensor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dure import torch_private
 from dure.testing.accelerator.memory import (
     NAME,
     backing_of,
@@ -29,7 +30,7 @@ from dure.testing.accelerator.streams import current_stream, stream_of
 __all__ = ["GENERATOR", "register"]
 
 _aten: Any = torch.ops.aten
-_cpu: Any = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # pyright: ignore
+_cpu: Any = torch_private.DispatchKeySet(torch_private.DispatchKey.CPU)
 _KEY = "PrivateUse1"
 _TAKES_INDICES = ("index", "_index_put_impl_", "index_put_", "index_put", "_unsafe_index")
 GENERATOR = torch.Generator()
@@ -80,7 +81,7 @@ def run(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _taking_numbers(func: Any, args: Sequence[Any]) -> Any:
     """Return `func`, or its form for numbers where the dispatcher made one of a tensor."""
-    if torch._C._should_allow_numbers_as_tensors(func.overloadpacket.__name__):  # pyright: ignore
+    if torch_private.should_allow_numbers_as_tensors(func.overloadpacket.__name__):
         return func
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if isinstance(argument.type, torch.TensorType) and isinstance(value, int | float | complex):

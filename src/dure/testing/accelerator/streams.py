@@ -34,7 +34,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore
+
+from dure import torch_private
 
 __all__ = [
     "Event",
@@ -331,8 +332,8 @@ def _outside_of_the_program() -> Iterator[None]:
     """Run work without the modes that the program has at the place that waits for it."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
-        stack.enter_context(torch._C.DisableTorchFunction())  # pyright: ignore
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch_private.DisableTorchFunction())
+        stack.enter_context(torch_private.disable_current_modes())
         yield
 
 
