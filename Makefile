@@ -22,7 +22,7 @@ NATIVE_SOURCES := CMakeLists.txt src/dure/version.py scripts/build_version.py $(
 SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md SECURITY.md Makefile pyproject.toml \
     docs csrc $(PYTHON_TREES)
 
-.PHONY: help demo test drill stress mutants kills clients stores pictures docs native-build native-test lint format wheel wheel-pure \
+.PHONY: help demo test drill stress mutants kills clients stores versions pictures docs native-build native-test lint format wheel wheel-pure \
     wheel-test setup clean
 
 help: ## show this list

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,7 @@ def _uses(path: Path, by_name: dict[str, str]) -> Iterator[tuple[str, int, bool]
                 yield name, line, through
 
 
+@cache
 def _all_uses() -> list[tuple[Path, str, int, bool]]:
     by_name = _paths_by_name()
     return [
