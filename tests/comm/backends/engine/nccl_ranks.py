@@ -162,13 +162,15 @@ def case_a_group_is_left_when_its_operations_have_ended(rank: int, size: int) ->
 
 
 def case_an_aborted_group_does_not_wait(rank: int, size: int) -> None:
-    group: Any = dist.new_group([0, 1])
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
     dist.all_reduce(late(1.0), group=group)
     torch.get_device_module("sim").synchronize()
     dist.all_gather_object([None, None], rank)
     if rank == 0:
         work = dist.all_reduce(late(1.0), group=group, async_op=True)
+        engine = group._backends["sim"]._engine._engine
         group.abort()
+        assert isinstance(engine._communicators["all"].error, Aborted)
         with pytest.raises(Aborted):
             work.wait()
     dist.all_gather_object([None, None], rank)
