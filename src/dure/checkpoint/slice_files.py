@@ -476,10 +476,10 @@ class SliceFile:
         if self._sums is None or not summed:
             return
         try:
-            found = parse_json(self.header()[8:])
+            # A header whose identity is right begins as an object.
+            entries = cast(dict[str, Any], parse_json(self.header()[8:]))
         except ValueError:
-            found = None
-        entries = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+            entries = {}
         for part, stored in summed:
             begin = stored.begin - self.record.header_bytes
             name, entry = _entry(part, kinds[part.name], begin)
