@@ -54,12 +54,17 @@ TEST(nothing_is_copied_once_that_is_slower_or_forbidden) {
     CHECK(plan.message_bytes == kNeverCopiedOnce && plan.block_bytes == kNeverCopiedOnce);
 }
 
-TEST(without_a_measurement_nothing_is_copied_once) {
+TEST(without_a_measurement_what_exceeds_128_kib_is_copied_once) {
     CopyPlan plan;
     plan.permitted = 1;
+    for (int ranks : {2, 4}) {
+        choose_copies(plan, kMeasureCopies, ranks);
+        CHECK(plan.message_bytes == 131'072 && plan.shared_bytes == 131'072);
+        CHECK(plan.block_bytes == 131'072);
+    }
+    plan.permitted = 0;
     choose_copies(plan, kMeasureCopies, 2);
-    CHECK(plan.message_bytes == kNeverCopiedOnce && plan.shared_bytes == kNeverCopiedOnce);
-    CHECK(plan.block_bytes == kNeverCopiedOnce);
+    CHECK(plan.message_bytes == kNeverCopiedOnce && plan.block_bytes == kNeverCopiedOnce);
 }
 
 TEST(two_processes_measure_and_all_ranks_learn_it) {

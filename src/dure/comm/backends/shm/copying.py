@@ -2,7 +2,8 @@
 
 Staging moves every byte twice, a copy by the kernel (process_vm_readv) once. Which is faster
 depends on the distance between the cores, so the first group of a host measures it
-(csrc/core/calibration.h), unless DURE_SINGLE_COPY sets it.
+(csrc/core/calibration.h), unless DURE_SINGLE_COPY sets it. If the machine is too busy for that, the
+thresholds are 128 KiB.
 """
 
 from __future__ import annotations
