@@ -18,9 +18,9 @@ More keys save requests, and may be wrong:
   before it raised the count, when it tries to write.
 - `requests/N` are *requests* to join with event N. A process adds its own request. The first one
   lets others arrive, reads all, and writes one event for all of them. The others wait for it, but
-  not for long, because the first one may have died, and then write the event themselves. So of 1,000 processes that join
-  at once, each tries a few times, not 1,000 times. Requests that the written event does not contain
-  are repeated by their processes, with the next number.
+  not for long, because the first one may have died, and then write the event themselves. So of
+  1,000 processes that join at once, each tries a few times, not 1,000 times. Requests that the
+  written event does not contain are repeated by their processes, with the next number.
 
 Each process that ever joined is in two events, so in at most twice `MOST_IDS`, of some 150 bytes
 together. They are not removed.
