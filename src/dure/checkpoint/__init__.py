@@ -12,7 +12,7 @@ Files are opened, written and committed by `file_systems`: local ones, or those 
 (names and the atomic commit), `objects` (modules, optimizers and the rest), `randomness`.
 
 `state_dict` gives the state of models and optimizers under the user's names (`names`), with that of
-optimizers that have not stepped (`fresh_state`).
+optimizers that have not stepped (`fresh_state`), in several forms (`state_forms`).
 """
 
 from __future__ import annotations

@@ -29,9 +29,18 @@ from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.fresh_state import fresh_state
 from dure.checkpoint.names import Names
 from dure.checkpoint.objects import is_sharded
-from dure.comm.collectives import broadcast
+from dure.checkpoint.state_forms import (
+    Path,
+    State,
+    cut_like,
+    each_leaf,
+    flattened,
+    from_rank_0,
+    nested_state,
+    options_of,
+)
 from dure.errors import CheckpointMismatch, UsageError
-from dure.tensor import DTensor, distribute_tensor
+from dure.tensor import DTensor
 
 __all__ = [
     "FQNS_T",
@@ -54,8 +63,6 @@ __all__ = [
 ]
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-State = dict[str, Any]
-Path = tuple[Any, ...]
 
 # torch's names of types, for annotations.
 FQNS_T = set[str]
@@ -68,8 +75,6 @@ ListDictValueType = list[DictValueType]
 OptimizerStateType = dict[str, DictValueType | ListDictValueType]
 
 _BEFORE = "_dure_before"
-_NUM_SENT_AS_VALUE = 16
-"""Elements up to which a tensor is sent along with the values."""
 
 
 @dataclass
@@ -340,13 +345,6 @@ def set_optimizer_state_dict(
     return _View(model, options).set_optimizers(optimizers, optim_state_dict)
 
 
-class _TensorStandIn(NamedTuple):
-    """Stands for a tensor that rank 0 sends after."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class _View:
     """A model under the user's names."""
 
@@ -406,7 +404,7 @@ class _View:
                 value = value.full_tensor()
             return (value.cpu() if offload else value) if kept else None
 
-        made = _each(state, handed)
+        made = each_leaf(state, handed)
         return made if kept else {}
 
     @torch.no_grad()
@@ -435,7 +433,7 @@ class _View:
                         state = fresh_state(local, group, p)
                     if state:
                         states[name] = state
-                groups.append(_options_of(packed) | {"params": names})
+                groups.append(options_of(packed) | {"params": names})
         if submodules:
             states = self._below(submodules, states)
             named = {name: name for group in groups for name in group["params"]}
@@ -444,7 +442,7 @@ class _View:
                 group["params"] = [kept[name] for name in group["params"] if name in kept]
         made: State = {"state": states, "param_groups": groups}
         if self._options.flatten_optimizer_state_dict:
-            made = _flattened(made)
+            made = flattened(made)
         return self._handed_out(made)
 
     def _check_not_sharded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -499,7 +497,7 @@ class _View:
 
         state = self._received("set_model_state_dict", state, like)
         passed = {
-            live[name][0] if name in live else name: _cut_like(value, like((name,)))
+            live[name][0] if name in live else name: cut_like(value, like((name,)))
             for name, value in state.items()
         }
         if self._options.ignore_frozen_params:
@@ -536,11 +534,11 @@ class _View:
 
         nested = dict(given)
         if nested and "state" not in nested:
-            nested = _nested(nested, own.keys())
+            nested = nested_state(nested, own.keys())
         nested = self._received("set_optimizer_state_dict", nested, like)
         states = cast(dict[str, State], nested.get("state", {}))
         options = {
-            name: _options_of(group)
+            name: options_of(group)
             for group in nested.get("param_groups", [])
             for name in group["params"]
         }
@@ -565,7 +563,7 @@ class _View:
                         optimizer_state["state"].pop(number, None)
                     elif state is not None:
                         optimizer_state["state"][number] = {
-                            key: _cut_like(value, like(("state", name, key)))
+                            key: cut_like(value, like(("state", name, key)))
                             for key, value in state.items()
                         }
                     elif parameter in mine and (
@@ -608,31 +606,8 @@ class _View:
         group = self._ranks.group
         if not self._options.broadcast_from_rank0 or group is None:
             return given
-        full: dict[Path, torch.Tensor] = {}
-
-        def stand_in(path: Path, value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if isinstance(value, DTensor):
-                raise UsageError("rank 0 must have full tensors", seen=f"{path} is a DTensor")
-            if value.numel() <= _NUM_SENT_AS_VALUE:
-                return value.detach().cpu()
-            full[path] = value.detach()
-            return _TensorStandIn(value.shape, value.dtype)
-
-        def receive(path: Path, value: Any) -> Any:
-            if not isinstance(value, _TensorStandIn):
-                return value
-            target = like(path)
-            tensor = full.get(path)
-            if tensor is None:
-                tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-            tensor = tensor.to(self._device(target)).contiguous()
-            broadcast(tensor, src=0, group=group)
-            return None if target is None else _cut_like(tensor, target)
-
-        ranks = Ranks(None, op)  # whose errors name the function
-        return _each(ranks.first(lambda: _each(given, stand_in)), receive)
+        # These ranks' errors name the function.
+        return from_rank_0(Ranks(None, op), group, given, like, self._device)
 
     def _device(self, like: Any) -> torch.device:
         """Return where a tensor is received; the model's device where it is of another's rank."""
@@ -726,69 +701,3 @@ def _local_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
     return {p for group in optimizer.param_groups for p in group["params"]}
-
-
-def _options_of(group: Mapping[str, Any]) -> State:
-    """Return what a group says beside its parameters."""
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
-
-
-def _each(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Return a state with each leaf changed; dicts and lists are entered."""
-    if isinstance(value, Mapping):
-        items = cast(Mapping[Any, Any], value).items()
-        return {key: _each(inner, change, (*path, key)) for key, inner in items}
-    if isinstance(value, list):
-        inners = enumerate(cast(list[Any], value))
-        return [_each(inner, change, (*path, i)) for i, inner in inners]
-    return change(path, value)
-
-
-def _cut_like(value: Any, like: Any) -> Any:
-    """Cut a full tensor as the DTensor `like`; return other values as they are."""
-    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    if not plain or not isinstance(like, DTensor) or value.shape != like.shape:
-        return value
-    full = value.detach().to(like.device_mesh.device_type)
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _flattened(state: State) -> State:
-    """Return an optimizer's state as one level of names."""
-    flat: State = {}
-
-    def enter(name: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in cast(Mapping[str, Any], value).items():
-                enter(f"{name}.{key}", inner)
-        else:
-            flat[name] = value
-
-    enter("state", state["state"])
-    for group in state["param_groups"]:
-        for name in group["params"]:
-            enter(f"param_groups.{name}", _options_of(group))
-    return flat
-
-
-def _nested(flat: Mapping[str, Any], names: Iterable[str]) -> State:
-    """Return what `_flattened` was given, with one group for each parameter.
-
-    Args:
-        flat: One level of names.
-        names: Of parameters. Of others, the part after the last dot is taken as the key.
-    """
-    known = set(names)
-    made: dict[str, dict[str, State]] = {"state": {}, "param_groups": {}}
-    for name, value in flat.items():
-        kind, *keys = name.split(".")
-        ends = [end for end in range(1, len(keys)) if ".".join(keys[:end]) in known]
-        end = ends[-1] if ends else len(keys) - 1
-        if kind not in made or end < 1:
-            raise CheckpointMismatch("a name is not of an optimizer's state", seen=f"{name!r}")
-        place = made[kind].setdefault(".".join(keys[:end]), {})
-        for key in keys[end:-1]:
-            place = place.setdefault(key, {})
-        place[keys[-1]] = value
-    groups = [options | {"params": [name]} for name, options in made["param_groups"].items()]
-    return {"state": made["state"], "param_groups": groups}
