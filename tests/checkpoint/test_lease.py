@@ -97,6 +97,18 @@ def test_a_holder_whose_object_was_replaced_saves_no_more_and_leaves_that_object
     assert RUN.names() == [".lock"]
 
 
+def test_a_lock_that_cannot_be_made_is_an_error_and_not_waited_for():
+    (FsspecPath("memory://leases") / "file").write(b"")
+    with pytest.raises(FileExistsError, match="leases/file"):  # there can be no file below it
+        Folder(RUN.with_name("file") / "run").hold()
+
+
+def test_a_store_that_loses_the_lock_is_named(monkeypatch):
+    monkeypatch.setattr(FsspecPath, "write", lambda *_, **__: None)
+    with pytest.raises(OSError, match=r"written, and is absent: 'memory://leases/a/\.lock'"):
+        Folder(RUN).hold()
+
+
 def test_an_object_of_another_form_holds_for_a_lease(clock):
     LOCK.write(b"{")
     _saves()

@@ -18,7 +18,7 @@ import torch
 
 from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.contents import Catalog
-from dure.checkpoint.fsspec_path import AnyPath, path_of
+from dure.checkpoint.fsspec_path import AnyPath, absolute, path_of
 from dure.checkpoint.metadata import Metadata, metadata_of
 from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, bytes_of_value
 from dure.checkpoint.reading import Mapped
@@ -37,7 +37,6 @@ __all__ = [
     "HuggingFaceStorageWriter",
     "QuantizedHuggingFaceStorageReader",
     "SerializationFormat",
-    "absolute",
     "folder_of",
 ]
 
@@ -49,11 +48,6 @@ def folder_of(where: Where | None, op: str) -> AnyPath:
     if where is None:
         raise UsageError(f"{op} needs a folder", fix="Give it as checkpoint_id.")
     return path_of(where)
-
-
-def absolute(where: Where) -> Where:
-    """Make a folder's path absolute, as the program may change its working directory later."""
-    return where if "://" in os.fspath(where) else Path(where).absolute()
 
 
 def _can_be_folder(where: Where) -> bool:

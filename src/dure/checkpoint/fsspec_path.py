@@ -17,6 +17,7 @@ complete, a torn manifest is found by its checksum.
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -28,13 +29,14 @@ from typing import Any, cast
 
 from dure.errors import UsageError
 
-__all__ = ["AnyPath", "FsspecPath", "local_path", "path_of"]
+__all__ = ["AnyPath", "FsspecPath", "absolute", "local_path", "path_of"]
 
 _WITHOUT_FOLDERS = frozenset(
     "s3 s3a gs gcs abfs abfss az adl oss oci obs cos r2 tos hf memory".split()  # noqa: SIM905
 )
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*)://(.*)", re.DOTALL)
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*(://.*)?::", re.DOTALL)
+_LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+._-]+:/(?!/)")
 _UPLOAD_BYTES, _MOST_PARTS = 32 << 20, 5000
 """A part of an upload at least, and parts at most: S3 allows 10,000."""
 _LOCAL = ("file", "local")
@@ -199,8 +201,8 @@ class FsspecPath:
 
     def remove_tree(self) -> None:
         """Remove all files below this name."""
-        with suppress(FileNotFoundError):
-            self._call(lambda fs, key: fs.rm(key, recursive=True))
+        with suppress(FileNotFoundError):  # its name is not a pattern
+            self._call(lambda fs, key: fs.rm(glob.escape(key), recursive=True))
 
     def make(self) -> None:
         """Make the folder, if the store has folders; in others a folder is where a file is."""
@@ -262,16 +264,24 @@ def path_of(where: str | os.PathLike[str]) -> AnyPath:
     A URL of a local file, `file:///runs/a`, is a local path.
 
     Raises:
-        UsageError: The URL is of a store that is not known, or whose package is not installed.
+        UsageError: The URL is of a store that is not known, or whose package is not installed. Or
+            it is a chain of URLs, or has lost a slash, and would be the name of a local folder.
     """
     text = os.fspath(where)
     url = _SCHEME.fullmatch(text)
+    if "://" in text and _CHAIN.match(text):
+        raise UsageError(
+            "a checkpoint cannot be at a chain of URLs",
+            seen=text,
+            fix="Pass the URL of the store alone.",
+        )
     if url is None:
-        if isinstance(where, PurePath) and _LOST_SLASH.match(text):
+        if _LOST_SLASH.match(text):
             raise UsageError(
-                "pathlib has changed the URL of a checkpoint",
+                "the URL of a checkpoint has one slash for two",
                 seen=f"{where!r}",
-                fix="Pass the URL as a str.",
+                fix="Pass the URL as a str: pathlib and os.path remove a slash. "
+                f"The local folder is ./{text}.",
             )
         return Path(where).absolute()
     if url[1].lower() in _LOCAL:
@@ -281,6 +291,16 @@ def path_of(where: str | os.PathLike[str]) -> AnyPath:
     path = FsspecPath(text.rstrip("/"))
     _file_system(path.url)
     return path
+
+
+def absolute(where: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Make a local path absolute, as the program may change its working directory later.
+
+    Raises:
+        UsageError: As `path_of`; but a store is not looked for.
+    """
+    url = _SCHEME.fullmatch(os.fspath(where))
+    return where if url is not None and url[1].lower() not in _LOCAL else path_of(where)
 
 
 def local_path(path: AnyPath, content: str) -> Path:

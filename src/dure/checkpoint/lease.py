@@ -41,6 +41,8 @@ _log = logs.logger("checkpoint")
 NAME = ".lock"
 RENEW_S, LEASE_S = 10.0, 60.0
 _POLL_S = 0.5
+_MOST_ATTEMPTS = 10
+"""Attempts to write the object, if it is absent after each: other jobs may have removed it."""
 _MAX_BYTES = 1 << 16
 _pause, _clock = time.sleep, time.monotonic
 
@@ -108,15 +110,23 @@ class Lease:
         """
         begun = seen_at = _clock()
         last: _Content | None = None
+        attempts = 0
         while True:
             content = _Content(new_record(0), secrets.token_hex(16), saves=True)
-            with suppress(FileExistsError):
+            try:
                 self.path.write(msgspec.json.encode(content), new=True)
                 if (found := self._found()) is not None and found.token == content.token:
                     self._begin(content)
                     return
+            except FileExistsError:
+                if attempts == _MOST_ATTEMPTS:  # such as: a file is in the place of the folder
+                    raise
             found = self._found()
             if found is None and not self.path.exists():
+                if attempts == _MOST_ATTEMPTS:
+                    raise OSError(errno.EIO, "was written, and is absent", str(self.path))
+                attempts += 1
+                _pause(attempts * _POLL_S / _MOST_ATTEMPTS)
                 continue
             ours = found is not None and is_of_this_job(found.holder)
             renewed = last is not None and found != last

@@ -11,6 +11,7 @@ from safetensors.torch import save as weights_of
 from dure.checkpoint import (
     Checkpointer,
     CheckpointException,
+    FileSystemWriter,
     HuggingFaceStorageReader,
     async_save,
     consolidate,
@@ -129,6 +130,17 @@ def test_the_newest_checkpoint_of_a_run_in_a_store_is_loaded_and_old_ones_are_re
     assert saved.path.parent == RUN
     assert other.load(2, model=model) == 2
     assert model.weight.tolist() == [[2, 2], [2, 2]]
+
+
+def test_old_checkpoints_are_removed_from_a_folder_whose_name_looks_like_a_pattern():
+    folder = "memory://runs/lr[0.1]?*"
+    _save(7, "memory://runs/lr0xy")  # which the pattern would find
+    run = Checkpointer(folder, keep=1)
+    for step in (1, 2):
+        run.save(step, model=_model(step))
+    names = [name.rpartition("-")[0] for name in names_in(path_of(folder)) if name != ".lock"]
+    assert names == ["000002-step-2"]
+    assert _value_at("memory://runs/lr0xy") == ([7, 8, 9], 7)
 
 
 def test_a_damaged_checkpoint_of_a_run_in_a_store_is_passed_over():
@@ -438,6 +450,35 @@ def test_a_url_that_pathlib_has_changed_is_refused():
         Checkpointer(Path("s3://bucket/run"))
     with pytest.raises(UsageError, match="names no folder"):
         Checkpointer("memory://")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3:/bucket/run", "one slash for two"),  # as os.path.normpath returns it
+        ("simplecache::memory://runs/a", "chain of URLs"),
+        ("zip://a.zip::memory://runs/a", "chain of URLs"),
+        ("my_store://runs/a", "Protocol not known"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_not_taken_for_a_local_folder(
+    monkeypatch, tmp_path, url, says
+):
+    monkeypatch.chdir(tmp_path)
+    for use in (_save, lambda _, at: Checkpointer(at)):
+        with pytest.raises(UsageError, match=says):
+            use(0, url)
+    assert list(tmp_path.iterdir()) == []
+    assert MemoryFileSystem.store == {}
+
+
+def test_a_relative_url_of_a_local_file_is_where_the_writer_was_made(monkeypatch, tmp_path):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    writer = FileSystemWriter("file://runs/a")
+    monkeypatch.chdir(tmp_path / "other")
+    save({"w": counted(3), "step": 5}, storage_writer=writer, no_dist=True)
+    assert _value_at(tmp_path / "runs" / "a") == ([0, 1, 2], 5)
 
 
 def test_a_path_in_a_store_has_the_parts_of_its_address():
