@@ -40,6 +40,7 @@ import torch.distributed.rpc
 
 from dure.cli.machine import conditions
 from dure.errors import RpcError
+from dure.native import Outbox
 from dure.rpc.agent import RpcAgent
 from dure.rpc.codec import Codec
 from dure.rpc.current import current
@@ -181,25 +182,33 @@ class FaultyTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._under, name)
 
-    def send(self, to: int, message: RpcMessage, memories: list[torch.Tensor]) -> None:
+    def send(
+        self, to: int, message: RpcMessage, memories: list[torch.Tensor], patient: bool = False
+    ) -> Outbox | None:
         """Send a message, or not, or later."""
         names = CALLS.get(MessageType(message.kind), set())
         if self._left and names & self._lost:
             self._left -= 1
             self._agent.timers.at(0.0, lambda: self._time_out(message))
-            return
+            return None
         if self._left and message.link and RESENT & self._lost:
             self._left -= 1
-            late_report = RpcMessage(MessageType.REPORT, message.sender, link=message.link)
+            report = RpcMessage(MessageType.REPORT, message.sender, link=message.link)
             message.link = ()
-            when = time.monotonic() + 0.1
-            self._agent.timers.at(when, lambda: self._under.send(to, late_report, []))
-        late = max((self._late.get(name, 0.0) for name in names), default=0.0)
-        if late:
-            when = time.monotonic() + late
-            self._agent.timers.at(when, lambda: self._under.send(to, message, memories))
-        else:
+            self._send_later(0.1, to, report, [])
+        late_s = max((self._late.get(name, 0.0) for name in names), default=0.0)
+        if not late_s:
+            return self._under.send(to, message, memories, patient)
+        self._send_later(late_s, to, message, memories)
+        return None
+
+    def _send_later(
+        self, late_s: float, to: int, message: RpcMessage, memories: list[torch.Tensor]
+    ) -> None:
+        def send() -> None:
             self._under.send(to, message, memories)
+
+        self._agent.timers.at(time.monotonic() + late_s, send)
 
     def _time_out(self, message: RpcMessage) -> None:
         """End a call as its timeout would, and its references as those of an unsent message."""
