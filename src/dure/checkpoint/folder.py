@@ -76,13 +76,24 @@ class Folder:
         Raises:
             OSError: The folder cannot be read, or is a dangling link; if absent, it is empty.
         """
-        try:
-            matches = [_NAME.match(name) for name in self._files.names(self.path)]
-        except FileNotFoundError:
-            self._files.check_link(self.path)
-            return []
-        places = [Place(int(m[1]), int(m[2]), self.path / m[0]) for m in matches if m]
-        return sorted(place for place in places if self._files.is_checkpoint(place.path))
+        before: list[str] = []
+        while True:
+            try:
+                names = sorted(filter(_NAME.match, self._files.names(self.path)))
+            except FileNotFoundError:
+                self._files.check_link(self.path)
+                return []
+            places = [place for place in map(self._place, names) if place is not None]
+            if places or names == before:
+                return sorted(places)
+            before = names  # what was listed may be removed since, when a newer one was complete
+
+    def _place(self, name: str) -> Place | None:
+        """Return the checkpoint of a name; None if it is not complete, or is removed."""
+        found, path = _NAME.match(name), self.path / name
+        if found is None or not self._files.is_checkpoint(path):
+            return None
+        return Place(int(found[1]), int(found[2]), path)
 
     def begin(self, step: int) -> AnyPath:
         """Remove what earlier runs left over, and make the folder of a new checkpoint.

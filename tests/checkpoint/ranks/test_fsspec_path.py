@@ -143,6 +143,30 @@ def test_old_checkpoints_are_removed_from_a_folder_whose_name_looks_like_a_patte
     assert _value_at("memory://runs/lr0xy") == ([7, 8, 9], 7)
 
 
+def test_a_run_whose_checkpoint_is_removed_after_it_was_listed_has_the_next_one(monkeypatch):
+    run, listed = Checkpointer(RUN, keep=1), []
+    run.save(1, model=_model(1))
+    names = FsspecPath.names
+
+    def names_before_the_next_save(path):
+        found = names(path)
+        if path == RUN and not listed:
+            listed.extend(found)
+            run.save(2, model=_model(2))
+        return found
+
+    monkeypatch.setattr(FsspecPath, "names", names_before_the_next_save)
+    model = _model(0)
+    assert Checkpointer(RUN).load(model=model) == 2  # None would be: nothing was ever saved
+    assert model.weight.tolist() == [[2, 2], [2, 2]]
+    assert len(listed) == 2  # the lock, and the first
+
+
+def test_a_run_that_was_killed_in_its_first_save_has_no_checkpoint():
+    (RUN / "000001-step-1-5f0c2a" / "part-000001-00000.safetensors").write(b"")
+    assert Checkpointer(RUN).load(model=_model(0)) is None
+
+
 def test_a_damaged_checkpoint_of_a_run_in_a_store_is_passed_over():
     run = Checkpointer(RUN)
     run.save(1, model=_model(1))
