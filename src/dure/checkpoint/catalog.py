@@ -185,8 +185,6 @@ def _number_in(folder: AnyPath) -> int | None:
     Raises:
         OSError: The folder cannot be read.
     """
-    if NAME not in names_in(folder) and not _has(folder / NAME):
-        return 0
     try:
         text, digest = _unsealed(read_file(folder / NAME))
         fields = cast(dict[str, Any], parse_json(text))
@@ -195,16 +193,10 @@ def _number_in(folder: AnyPath) -> int | None:
             return int(fields["files"]["save"])
         names = [file.name for file in _catalog(folder, fields, digest).files]
         return max([int(found[1]) for found in map(_PART.fullmatch, names) if found], default=0)
+    except FileNotFoundError:
+        return None if NAME in names_in(folder) else 0
     except (OSError, Unreadable, CheckpointError, *_OTHER_FORM):
         return None
-
-
-def _has(path: AnyPath) -> bool:
-    try:
-        file_system_of(path).size(path)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def publish(

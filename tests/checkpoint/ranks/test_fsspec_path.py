@@ -79,6 +79,15 @@ def test_a_later_save_replaces_the_files_of_the_one_before():
     assert before & set(names_in(RUN)) == {"manifest.json"}
 
 
+def test_a_save_over_a_checkpoint_lists_the_folder_three_times(monkeypatch):
+    """For the number of the save, for what a killed one left, and for what it replaces."""
+    _save(0)
+    listed, names = [], FsspecPath.names
+    monkeypatch.setattr(FsspecPath, "names", lambda path: listed.append(path) or names(path))
+    _save(10)
+    assert listed == [RUN, RUN, RUN]
+
+
 def test_a_save_in_the_background_goes_to_a_store():
     weight = counted(3)
     saving = async_save({"w": weight, "step": 1}, checkpoint_id=str(RUN), no_dist=True)
