@@ -24,25 +24,28 @@ constexpr size_t kLargeCopyBytes = 4 * 1024 * 1024;  // more than a core's own c
 QuickerWay giving;
 
 // A message as bytes; True: the ticket is done; None: neither in time; False: it was closed.
-// `asked`: through it went, patiently, what the ticket waits for.
+// `asked`: through it went, patiently, what the ticket waits for. It rings when that is due, also
+// if this thread has messages to read all the time.
 nb::object next(Inbox& inbox, const std::shared_ptr<Inbox::Ticket>& ticket, double seconds,
                 const std::shared_ptr<Outbox>& asked) {
     std::string message;
     // Python's lock stays with who has it as long as there is something to do: another thread would
     // have to be woken to take it.
     Inbox::Got got = inbox.take(ticket, false, message);
+    int64_t due_ns = asked ? asked->due_ns() : INT64_MAX;
+    const auto ring_if_due = [&] {
+        if (due_ns == INT64_MAX || now_ns() < due_ns) return;
+        asked->remind();
+        due_ns = INT64_MAX;
+    };
+    ring_if_due();
     if (got == Inbox::Got::nothing) {
-        const int64_t begin_ns = now_ns(), deadline_ns = begin_ns + nanoseconds(seconds);
-        std::shared_ptr<Outbox> quiet = asked;  // rings if there is no answer soon
+        const int64_t deadline_ns = now_ns() + nanoseconds(seconds);
         do {
             {
                 const WithoutGil release;
-                const int64_t soon_ns = quiet ? begin_ns + kBackNs : deadline_ns;
-                inbox.wait(ticket, std::min(soon_ns, deadline_ns));
-                if (quiet && now_ns() >= soon_ns) {
-                    quiet->remind();
-                    quiet.reset();
-                }
+                inbox.wait(ticket, std::min(due_ns, deadline_ns));
+                ring_if_due();
             }
             got = inbox.take(ticket, true, message);
         } while (got == Inbox::Got::nothing && now_ns() < deadline_ns);
@@ -127,7 +130,8 @@ void bind_inbox(nb::module_& m) {
         .def("close", &Inbox::close);
     nb::class_<Outbox>(m, "Outbox")
         .def_static("claim", &Outbox::claim)
-        .def("send", &send, nb::arg("message"), nb::arg("patient") = false);
+        .def("send", &send, nb::arg("message"), nb::arg("patient") = false)
+        .def("remind", &Outbox::remind);
     m.def("heap_give", &give, nb::arg("bytes"), nb::arg("to"), nb::arg("address") = 0);
     m.def("heap_share", &share);
     m.def("heap_lend", &lend, nb::arg("address"), nb::arg("to").none());

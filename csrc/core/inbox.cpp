@@ -292,6 +292,7 @@ bool Outbox::send(const std::byte* data, size_t bytes, bool patient) {
     const uint64_t written = ring_.written.load(std::memory_order_relaxed);
     const uint64_t used = written - ring_.read.load(std::memory_order_acquire);
     if (used > kRingBytes || kRingBytes - used < room_of(bytes)) return false;
+    if (used == 0) due_ns_.store(INT64_MAX);  // all that was sent before was read
     const uint64_t head = bytes;
     copy_in(ring_, written, reinterpret_cast<const std::byte*>(&head), kHead);
     copy_in(ring_, written + kHead, data, bytes);
@@ -299,16 +300,23 @@ bool Outbox::send(const std::byte* data, size_t bytes, bool patient) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (page_.wake.load(std::memory_order_relaxed) == 0) return true;
     if (const uint32_t served_us = page_.served_us.load(); patient && served_us) {
-        // Who serves a short call finds this when it is back.
-        if (stamp(now_ns()) - served_us < kBackNs / 1000) return true;
+        const int64_t now = now_ns();
+        if (stamp(now) - served_us < kBackNs / 1000) {
+            // Who serves a short call finds this when it is back.
+            if (due_ns_.load() == INT64_MAX) due_ns_.store(now + kBackNs);
+            return true;
+        }
     }
     ring();
     return true;
 }
 
 void Outbox::remind() {
+    due_ns_.store(INT64_MAX);
     if (ring_.written.load() != ring_.read.load() && page_.wake.load() != 0) ring();
 }
+
+int64_t Outbox::due_ns() const { return due_ns_.load(); }
 
 // One ring of the bell is enough, until somebody sleeps or leaves again.
 void Outbox::ring() {

@@ -26,7 +26,8 @@
 // back for the next; meanwhile nobody else is woken. Only if it does not, for its call is a long
 // one, the dozing thread takes over. The more often it was not needed, the longer it dozes. A
 // sender that waits for the answer itself is *patient*: it wakes nobody in these kBackNs
-// (`served_us`), and rings afterwards, if its message is still there.
+// (`served_us`), and rings afterwards, if its message is still there. One that is stopped, or loses
+// Python's lock, before it has rung is like one stopped as said below.
 //
 // *The bell.* A sender writes, and then looks whom to wake; a thread that is about to sleep says
 // so, and then looks at the rings once more. Both are fenced, so one of them sees the other.
@@ -154,10 +155,12 @@ class Outbox {
     Outbox& operator=(const Outbox&) = delete;
 
     // False: it does not fit, now or ever. `patient`: the sender waits for the answer, and calls
-    // `remind` if there is none after kBackNs.
+    // `remind` if there is none at `due_ns`.
     bool send(const std::byte* data, size_t bytes, bool patient = false);
     // Ring for what was sent and is not read yet.
     void remind();
+    // When to: kBackNs after the first message that may be unread was sent without a ring.
+    int64_t due_ns() const;
 
   private:
     void ring();
@@ -168,6 +171,7 @@ class Outbox {
     InboxPage& page_;
     MessageRing& ring_;
     std::mutex lock_;
+    std::atomic<int64_t> due_ns_{INT64_MAX};
     const int pid_ = getpid();
 };
 

@@ -197,10 +197,14 @@ TEST(a_patient_sender_wakes_nobody_while_a_thread_serves_a_short_call) {
         usleep(3'000);  // long enough that both sleep
         send(*outbox, "first");
         while (firsts <= n) relax();
+        const int64_t before = now_ns();
         CHECK(outbox->send(reinterpret_cast<const std::byte*>(second.data()), 6, true));
+        const int64_t due = outbox->due_ns(), latest = now_ns() + kBackNs;
+        CHECK(due == INT64_MAX || (before + kBackNs <= due && due <= latest));
         usleep(2'000);  // long enough that one that was woken takes it
-        quiet += seconds == n;
+        quiet += due != INT64_MAX && seconds == n;
         outbox->remind();
+        CHECK(outbox->due_ns() == INT64_MAX);
         const int64_t begin = now_ns();
         while (seconds <= n && now_ns() < begin + kPatientNs) usleep(50);
         CHECK(seconds == n + 1);

@@ -330,6 +330,19 @@ def test_a_reference_dropped_while_its_value_is_made_is_dropped_at_the_owner_aft
     assert (user.num_unsettled, owner.num_unsettled, owner.holders()) == (0, 0, {})
 
 
+def test_a_value_that_is_asked_for_before_its_call_arrives_outlives_other_processes() -> None:
+    owner, _, maker, other = processes(4)
+    ref = maker.create(0)
+    assert owner.expect(ref)  # a fetch has overtaken the call
+    assert owner.died(1) == []
+    assert owner.heard(3, Hold(ref)) == [Send(3, Held(ref))]
+    assert owner.heard(3, Drop(ref)) == []
+    owner.made(ref, 2)
+    assert maker.heard(0, Held(ref)) == []
+    assert owner.heard(2, Drop(ref)) == [Freed(ref)]
+    assert other.holders() == {}
+
+
 def test_the_last_drop_frees() -> None:
     owner = References(0)
     ref = owner.own()

@@ -128,6 +128,51 @@ def test_a_value_that_is_not_fetched_is_confirmed_soon() -> None:
         assert made._get_future().wait() is None
 
 
+def test_a_value_whose_answer_cannot_be_sent_is_confirmed_all_the_same() -> None:
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        plain, failures = cluster.network.send, [MemoryError("no memory for the answer")]
+
+        def send(to: int, sender: int, raw: bytes, memories: Any) -> None:
+            kind = msgspec.msgpack.decode(raw, type=RpcMessage).kind
+            if (sender, kind) == (1, MessageType.ANSWER) and failures:
+                raise failures.pop()
+            plain(to, sender, raw, memories)
+
+        cluster.network.send = send
+        rref = api.remote("worker1", wait_at_gate, (5,))
+        Gate.wait_for()
+        threading.Timer(0.05, Gate.open.set).start()  # the fetch comes first
+        with pytest.raises(MemoryError, match="no memory for the answer"):
+            rref.to_here()
+        until(rref.confirmed_by_owner, "the owner's word")
+        assert (agent.calls.all(), rref.to_here()) == ([], 5)
+
+
+def test_the_error_of_a_call_is_raised_by_each_fetch_and_by_those_it_was_passed_to() -> None:
+    with Cluster(3) as cluster, cluster.on(0):
+        rref = api.remote("worker1", fail, ("bad",))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bad"):
+                rref.to_here()
+        with pytest.raises(ValueError, match="bad"):
+            api.rpc_sync("worker2", RRef.to_here, (rref,))
+        until(rref.confirmed_by_owner, "the owner's word")
+
+
+def test_one_passed_on_and_deleted_before_its_call_ends_is_kept_for_the_other() -> None:
+    with Cluster(3) as cluster, cluster.on(0):
+        rref = api.remote("worker1", wait_at_gate, (5,))
+        Gate.wait_for()
+        fetched = api.rpc_async("worker2", RRef.to_here, (rref,))
+        assert not rref.confirmed_by_owner()
+        del rref
+        gc.collect()
+        assert not fetched.done()
+        Gate.open.set()
+        assert fetched.wait() == 5
+        freed(cluster)
+
+
 def test_it_is_waited_for_though_it_is_not_made_yet() -> None:
     with Cluster(3, slots=1) as cluster, cluster.on(0):
         rref = api.remote("worker1", wait_at_gate, (5,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -117,3 +118,52 @@ def test_what_completes_a_future_needs_no_slot() -> None:
         workers.submit(Completion(done.set))
         assert went_on.wait(PATIENCE_S)
         until(lambda: counts(workers)[:2] == (0, 0))
+
+
+@pytest.mark.parametrize("asks_again", [True, False], ids=["has messages to read", "gives up"])
+def test_a_message_left_without_a_ring_is_read_while_its_sender_has_other_things_to_do(
+    asks_again: bool,
+) -> None:
+    process = native.heap_peer(*native.heap_identity())
+    assert process is not None
+    callee, caller = native.Inbox(), native.Inbox()
+    way = native.Outbox.claim(process, callee.offset)
+    back = native.Outbox.claim(process, caller.offset)
+    assert way is not None and back is not None
+    left, go, read = threading.Event(), threading.Event(), threading.Event()
+
+    def serve() -> None:
+        while message := callee.next(None, PATIENCE_S):
+            if message == b"long":
+                assert way.send(b"second", True)  # soon after a thread left with a message
+                left.set()
+                assert go.wait(PATIENCE_S)
+            elif message == b"second":
+                read.set()
+
+    threads = [threading.Thread(target=serve) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    quiet = 0
+    try:
+        for _ in range(20):
+            time.sleep(0.005)  # both sleep
+            assert way.send(b"long") and left.wait(PATIENCE_S)
+            if not read.wait(0.01):
+                quiet += 1
+                if asks_again:
+                    assert back.send(b"other")
+                    assert caller.next(native.Ticket(), PATIENCE_S, way) == b"other"
+                else:
+                    way.remind()
+            assert read.wait(PATIENCE_S / 4)
+            go.set()
+            time.sleep(0.001)
+            for event in (left, go, read):
+                event.clear()
+    finally:
+        go.set()
+        callee.close()
+        for thread in threads:
+            thread.join()
+    assert quiet > 0

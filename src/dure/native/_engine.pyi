@@ -302,7 +302,7 @@ class Inbox:
     ) -> bytes | bool | None:
         """Return a message; True if the ticket is done; None at the timeout; False if closed.
 
-        `asked` rings if what was sent through it, `patient`, is not answered soon.
+        `asked` rings if what was sent through it, `patient`, is not read soon.
         """
     def complete(self, ticket: Ticket, /) -> None:
         """Complete a ticket, and wake the threads that wait for it."""
@@ -322,8 +322,11 @@ class Outbox:
     def send(self, message: bytes, patient: bool = False) -> bool:
         """Send; False if the message does not fit now, or (above 16 KiB) can never fit.
 
-        If `patient`, no thread is woken where another one will soon be back.
+        If `patient`, no thread is woken where another one will soon be back; the caller waits with
+        `Inbox.next(..., asked=self)`, or calls `remind`.
         """
+    def remind(self) -> None:
+        """Wake a thread for what was sent and is not read yet."""
 
 def heap_give(bytes: int, to: Process, address: int = 0) -> HeapMemory | None:
     """Allocate memory in this heap that belongs to the peer when this process releases it.

@@ -182,18 +182,22 @@ class Callee:
     def _reply(
         self, call: RpcMessage, kind: MessageType, packed: Packed, tag: GradientTag | None
     ) -> None:
-        peer = self._agent.directory.get(call.sender)
+        agent = self._agent
+        peer, confirmed = agent.directory.get(call.sender), None
+        if peer is None:
+            agent.values.not_sent(packed.body.references)
+            return
+        if kind is ANSWER and call.make is not None and peer.confirmed.pop(call.make, False):
+            confirmed = call.make  # a fetched value itself confirms the hold
         try:
-            if peer is not None:
-                confirmed = None
-                if peer.confirmed and kind is ANSWER and call.make in peer.confirmed:
-                    confirmed = call.make  # a fetched value itself confirms the hold
-                    peer.confirmed.pop(confirmed, None)
-                self._agent.send(peer, kind, call.number, packed, tag, confirmed)
-                return
-        except PeerLost:
-            pass
-        self._agent.values.not_sent(packed.body.references)
+            agent.send(peer, kind, call.number, packed, tag, confirmed)
+        except BaseException as error:
+            if confirmed is not None:
+                with agent.lock:
+                    agent.directory.confirm(peer.id, confirmed)
+            if not isinstance(error, PeerLost):
+                raise
+            agent.values.not_sent(packed.body.references)
 
 
 def _is_small(value: Any) -> bool:

@@ -222,7 +222,11 @@ class Caller:
         Raises:
             Exception: Raised by the callee, or by the way to it.
         """
-        self.transport.wait(call.ticket, inf, call.asked)
+        try:
+            self.transport.wait(call.ticket, inf, call.asked)
+        finally:
+            if call.asked is not None and type(call.outcome) is not Received:
+                call.asked.remind()  # the callee may not have read the call
         return self.result(call)
 
     def wait_until_notified(self, call: PendingCall) -> None:

@@ -35,7 +35,8 @@ class Peer:
         received: The number of the last report from it that was delivered.
         early: Reports from it that wait for others, by number.
         queued: Reports to send with the next message to it.
-        confirmed: Values that its calls have made here, without a report yet.
+        confirmed: Values that its calls have made here, without a report yet. A thread that
+            removes one reports it, and needs no lock.
         timed: Whether a timer will send what is queued.
     """
 
@@ -46,7 +47,7 @@ class Peer:
     received: int = 0
     early: dict[int, bytes] = field(default_factory=dict[int, bytes])
     queued: list[Numbered] = field(default_factory=list[Numbered])
-    confirmed: dict[RefId, None] = field(default_factory=dict[RefId, None])
+    confirmed: dict[RefId, bool] = field(default_factory=dict[RefId, bool])
     timed: bool = False
 
 
@@ -178,7 +179,7 @@ class Directory:
         """Report to a process, with the next message or a little later, that its value is made."""
         peer = self.get(to)
         if peer is not None:
-            peer.confirmed[ref] = None
+            peer.confirmed[ref] = True
             self._send_later(peer)
 
     def _send_later(self, peer: Peer) -> None:

@@ -397,6 +397,8 @@ class References:
         entry = self._entries.get(ref)
         if entry is None or entry.local > 0 or entry.tokens or entry.holders or not entry.held:
             return
+        if not entry.made:
+            return  # its maker holds it, and perhaps waits for the value
         del self._entries[ref]
         if entry.owner == self.me:
             self._actions.append(Freed(ref))

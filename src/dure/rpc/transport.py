@@ -158,6 +158,9 @@ class HostTransport:
             memories: The memory of its tensors.
             patient: Whether this thread will wait for the answer, with the result of this method.
 
+        Returns:
+            If `patient`, through what the message went; None if it needs no care.
+
         Raises:
             PeerLost: The process is known to be gone.
         """
@@ -183,7 +186,7 @@ class HostTransport:
         outbox = route.outbox or self._claim(route, process)
         if outbox is None or not outbox.send(packed, patient):
             self._sockets.send(to, route.peer.endpoint, route.near, packed, ())
-        return outbox
+        return outbox if patient else None
 
     def ticket(self) -> native.Ticket:
         """Return a new event."""

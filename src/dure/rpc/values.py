@@ -220,9 +220,9 @@ class Values:
 
     def report_confirmed(self, peer: Peer) -> None:
         """Queue the reports of values that calls of a process have made here."""
-        while peer.confirmed:
-            ref, _ = peer.confirmed.popitem()
-            self._agent.queue(peer.id, TOPIC, _encoder.encode(Held(ref)), hurry=False)
+        for ref in list(peer.confirmed):
+            if peer.confirmed.pop(ref, False):
+                self._agent.queue(peer.id, TOPIC, _encoder.encode(Held(ref)), hurry=False)
 
     def died(self, worker: int) -> None:
         """Handle that a process is gone."""
