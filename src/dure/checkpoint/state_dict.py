@@ -37,6 +37,7 @@ from dure.checkpoint.state_forms import (
     flattened,
     from_rank_0,
     nested_state,
+    on_host,
     options_of,
 )
 from dure.errors import CheckpointMismatch, UsageError
@@ -496,10 +497,17 @@ class _View:
             return live[path[0]][1] if path[0] in live else None
 
         state = self._received("set_model_state_dict", state, like)
-        passed = {
-            live[name][0] if name in live else name: cut_like(value, like((name,)))
-            for name, value in state.items()
+        offloaded = {
+            name
+            for parameter, names in self._names.of_parameter.items()
+            if parameter.is_meta and hasattr(parameter, "_dure_on_host")  # CPUOffloadPolicy
+            for name in names
         }
+        passed: State = {}
+        for name, value in state.items():
+            found = cut_like(value, like((name,)))
+            key = live[name][0] if name in live else name
+            passed[key] = on_host(found) if name in offloaded else found
         if self._options.ignore_frozen_params:
             for name in self._frozen() & live.keys() - state.keys():
                 passed[live[name][0]] = live[name][1]

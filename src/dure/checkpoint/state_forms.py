@@ -16,6 +16,7 @@ from dure.comm.collectives import broadcast
 from dure.comm.group import ProcessGroup
 from dure.errors import CheckpointMismatch, UsageError
 from dure.tensor import DTensor, distribute_tensor
+from dure.tensor.wrapping import wrap
 
 __all__ = [
     "Path",
@@ -25,6 +26,7 @@ __all__ = [
     "flattened",
     "from_rank_0",
     "nested_state",
+    "on_host",
     "options_of",
 ]
 
@@ -112,6 +114,13 @@ def cut_like(value: Any, like: Any) -> Any:
         return value
     full = value.detach().to(like.device_mesh.device_type)
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def on_host(value: Any) -> Any:
+    """Return a tensor that is in the host's memory, with the same placements."""
+    if isinstance(value, DTensor):
+        return wrap(value.to_local().detach().cpu(), value.spec)
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def flattened(state: State) -> State:

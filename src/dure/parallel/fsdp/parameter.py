@@ -168,9 +168,11 @@ class FSDPParameter:
         self._mark_files()
 
     def _mark_files(self) -> None:
-        """Let optimizers keep the state of the shard in files."""
+        """Let optimizers keep the state of the shard in files; mark one that is on the host."""
         if self.files is not None:
             self.sharded._dure_files = self.files  # pyright: ignore
+        if self.host is not None:
+            self.sharded._dure_on_host = True  # pyright: ignore
 
     def now(self) -> tuple[nn.Parameter, str]:
         """Return the shard that there is now, and its name; see `note_replaced`."""

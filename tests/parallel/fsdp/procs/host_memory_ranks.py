@@ -165,7 +165,15 @@ def case_models_are_made_without_memory(rank: int, size: int) -> None:
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(from_meta, state, options=options)
     on_host = models.shard(made(), mesh=mesh, offload_policy=offload)
-    for model in (from_meta, on_host):
+    made_by_load: list[Any] = []
+    for given, sends in ((state, False), ({} if rank else state, True)):
+        with torch.device("meta"):
+            empty = models.Net()
+        del empty.unused
+        made_by_load.append(models.shard(empty.double(), mesh=mesh, offload_policy=offload))
+        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sends)
+        set_model_state_dict(made_by_load[-1], given, options=how)
+    for model in (from_meta, on_host, *made_by_load):
         by_step(model, 0, size, rank)
         compare(models.full_gradients(model), models.full_gradients(reference))
     full = get_model_state_dict(from_meta, options=options)
