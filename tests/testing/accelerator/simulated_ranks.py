@@ -31,12 +31,15 @@ def chosen(request: pytest.FixtureRequest, cases: Sequence[str]) -> list[str]:
 def errors_on_two_ranks(module: ModuleType) -> Any:
     """Return a fixture: the errors of each of two ranks, by case, of the module's cases.
 
-    The module's `run` is called on each rank with the names of the cases.
+    The module's `run` is called on each rank with the names of the cases. The ranks are not copies
+    of this process: torch's autograd counts devices once, at its first backward pass, which another
+    test may have run in a thread.
     """
 
     @pytest.fixture(scope="module")
     def errors(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-        return dist.spawn(module.run, 2, (chosen(request, cases_of(module)),))
+        cases = chosen(request, cases_of(module))
+        return dist.spawn(module.run, 2, (cases,), start="spawn")
 
     return errors
 

@@ -28,11 +28,16 @@ OF_4 = "of_4_"
 def errors_of(
     run: Callable[..., dict[str, str]], names: list[str], *arguments: str
 ) -> dict[str, list[str]]:
-    """Call `run` with names of cases on their ranks; return the ranks' errors by case."""
+    """Call `run` with names of cases on their ranks; return the ranks' errors by case.
+
+    The ranks are not copies of this process, for the reason in `errors_on_two_ranks`.
+    """
     found: dict[str, list[str]] = {name: [] for name in names}
     for size in (2, 4):
         of_size = [name for name in names if name.startswith(OF_4) == (size == 4)]
-        for of_rank in dist.spawn(run, size, (of_size, *arguments)) if of_size else ():
+        if not of_size:
+            continue
+        for of_rank in dist.spawn(run, size, (of_size, *arguments), start="spawn"):
             for name, error in of_rank.items():
                 found[name].append(error)
     return found
