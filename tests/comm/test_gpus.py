@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from dure import torch_private
 from dure.comm.gpus import each_has_its_own, visible_gpus
 from dure.store.builds import Build
 from dure.store.identity import myself
@@ -16,7 +17,7 @@ from dure.store.rendezvous import RendezvousMember
 
 @pytest.fixture
 def four_gpus(monkeypatch):
-    monkeypatch.setattr(torch._C, "_nccl_version", lambda: 0, raising=False)
+    monkeypatch.setattr(torch_private, "has_nccl", True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
@@ -46,7 +47,7 @@ def test_gpus_have_the_names_that_the_driver_knows(
 
 
 def test_a_torch_without_nccl_has_no_gpus(monkeypatch, four_gpus):
-    monkeypatch.delattr(torch._C, "_nccl_version")
+    monkeypatch.setattr(torch_private, "has_nccl", False)
     assert visible_gpus(None) == ()
 
 
