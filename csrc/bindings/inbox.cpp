@@ -24,8 +24,8 @@ constexpr size_t kLargeCopyBytes = 4 * 1024 * 1024;  // more than a core's own c
 QuickerWay giving;
 
 // A message as bytes; True: the ticket is done; None: neither in time; False: it was closed.
-// `asked`: through it went, patiently, what the ticket waits for. It rings when that is due, also
-// if this thread has messages to read all the time.
+// `asked`: the outbox of the message that the ticket waits for, if it was sent patiently. Its bell
+// is rung when that is due, also if this thread has messages to read all the time.
 nb::object next(Inbox& inbox, const std::shared_ptr<Inbox::Ticket>& ticket, double seconds,
                 const std::shared_ptr<Outbox>& asked) {
     std::string message;

@@ -172,8 +172,9 @@ TEST(a_long_call_is_followed_by_another_thread) {
     CHECK(shorts == kPairs * kShort);
 }
 
-// Two threads receive, and one of them serves a message. What is sent patiently meanwhile wakes the
-// other one when the sender says so, and not before, if it was sent soon enough.
+// Two threads receive, and one of them serves a message. A patient message that is sent in that
+// time wakes the other one when the sender calls `remind`, and not before, if it was sent soon
+// enough.
 TEST(a_patient_sender_wakes_nobody_while_a_thread_serves_a_short_call) {
     constexpr int kRounds = 40;
     Inbox inbox;

@@ -6,7 +6,6 @@ the stream has others.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,28 +25,14 @@ from dure.checkpoint import (
 )
 from dure.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from dure.tensor import Shard, distribute_tensor
-from dure.testing import accelerator
 from tests.checkpoint.saved_states import counted
+from tests.parallel.fsdp.procs.simulated_ranks import run_cases
 from tests.waiting import PATIENCE_S
-
-SEEDS = (None, 1)
 
 
 def run(names: list[str], backend: str, folder: str) -> dict[str, str]:
     """Run the cases below over a backend; return this rank's errors."""
-    accelerator.install()
-    dist.init_process_group(f"cpu:shm,sim:{backend}")
-    errors: dict[str, str] = {}
-    for name in names:
-        try:
-            for seed in SEEDS:
-                accelerator.install(seed)
-                globals()[f"case_{name}"](dist.get_rank(), Path(folder) / f"{name}-{seed}")
-            errors[name] = ""
-        except BaseException:
-            errors[name] = f"seed {seed}: {traceback.format_exc()}"
-    dist.destroy_process_group()
-    return errors
+    return run_cases(globals(), names, backend, lambda name, seed: Path(folder) / f"{name}-{seed}")
 
 
 def _written(*shape: int) -> torch.Tensor:

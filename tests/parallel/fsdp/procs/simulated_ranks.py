@@ -48,8 +48,16 @@ def run(names: list[str], backend: str) -> dict[str, str]:
     return run_cases(globals(), names, backend)
 
 
-def run_cases(cases: dict[str, Any], names: list[str], backend: str) -> dict[str, str]:
-    """Run some of the cases of a module; return this rank's errors."""
+def run_cases(
+    cases: dict[str, Any],
+    names: list[str],
+    backend: str,
+    argument: Callable[[str, int | None], Any] | None = None,
+) -> dict[str, str]:
+    """Run some of the cases of a module; return this rank's errors.
+
+    A case gets its rank, and the number of ranks or what `argument` returns for its name and seed.
+    """
     accelerator.install()
     dist.init_process_group(f"cpu:shm,sim:{backend}")
     errors: dict[str, str] = {}
@@ -57,7 +65,8 @@ def run_cases(cases: dict[str, Any], names: list[str], backend: str) -> dict[str
         try:
             for seed in SEEDS:
                 accelerator.install(seed)
-                cases[f"case_{name}"](dist.get_rank(), dist.get_world_size())
+                second = argument(name, seed) if argument else dist.get_world_size()
+                cases[f"case_{name}"](dist.get_rank(), second)
                 torch.get_device_module("sim").synchronize()
             errors[name] = ""
         except BaseException:
