@@ -265,6 +265,24 @@ def every_error_is_explained() -> FAULTS:
     yield from (f"docs/errors.md: no {n}" for n in dure.errors.__all__ if n not in text)
 
 
+SECTION = r"(?:Collective|Cost|Numerics|Threads|Shapes)"
+SECTION_IN_ONE_LINE = re.compile(rf"^ *{SECTION}(?:, {SECTION})*: \S")
+NOTES_TO_CHECKERS = ("(Any: ", "see the head of this file")
+
+
+def docstrings_have_one_form() -> FAULTS:
+    """Sections such as Cost have a line for their name; no note is for a checker of types."""
+    for path in python_files("src"):
+        lines = path.read_text().splitlines()
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, documented) and ast.get_docstring(node, clean=False):
+                first, last = node.body[0].lineno, node.body[0].end_lineno
+                for number, line in enumerate(lines[first - 1 : last], first):
+                    if SECTION_IN_ONE_LINE.match(line) or any(n in line for n in NOTES_TO_CHECKERS):
+                        yield f"{shown(path, number)}: {line.strip()}"
+
+
 def yaml_in_documents_is_well_formed() -> FAULTS:
     """Blocks of YAML have no slip of the hand; this is not a reader of YAML."""
     for document in DOCUMENTS:
@@ -372,6 +390,7 @@ CHECKS: list[Callable[[], FAULTS]] = [
     translations_show_the_same_code,
     translations_link_to_translations,
     every_error_is_explained,
+    docstrings_have_one_form,
     yaml_in_documents_is_well_formed,
     code_that_is_not_run_says_why,
     public_names_are_in_the_reference,

@@ -160,7 +160,8 @@ class SymmetricMemory(Signals):
         buffer_size: Bytes of this rank's storage.
         signal_pad_size: Bytes of this rank's signals.
 
-    Threads: see `Signals`.
+    Threads:
+        See `Signals`.
     """
 
     def __init__(self, tensor: torch.Tensor, group: ProcessGroup) -> None:

@@ -95,7 +95,8 @@ class Ranks:
         Raises:
             CheckpointException: `what`, with the exceptions of all ranks that failed.
 
-        Collective: all ranks must call.
+        Collective:
+            All ranks must call.
         """
         mine = _outcome(do)
         outcomes = failures = cause = answer = None
@@ -163,7 +164,8 @@ class Ranks:
         Raises:
             Exception: The lowest failing rank's, on all ranks; its own keeps its traceback.
 
-        Collective: all ranks must call.
+        Collective:
+            All ranks must call.
         """
         self._raised_alone(do, lambda _: None)
 
@@ -189,9 +191,11 @@ class Ranks:
         Raises:
             CheckpointException: `what`, with the exceptions of all ranks that failed.
 
-        Collective: all ranks must call.
+        Collective:
+            All ranks must call.
 
-        Cost: each rank receives what all report; see `decided`.
+        Cost:
+            Each rank receives what all report; see `decided`.
         """
         mine: list[T] = []
 
@@ -209,7 +213,8 @@ class Ranks:
         Raises:
             CheckpointException: `what`, with the exception of rank 0.
 
-        Collective: all ranks must call.
+        Collective:
+            All ranks must call.
         """
         return self.decided(what, lambda: None, lambda _: do())
 

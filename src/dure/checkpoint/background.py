@@ -82,7 +82,8 @@ class Background:
             CheckpointException: The state cannot be saved, or the save before failed on some rank
                 and the program did not see it there.
 
-        Collective: all of the ranks. Two exchanges or three, and two in the thread.
+        Collective:
+            All of the ranks. Two exchanges or three, and two in the thread.
         """
         last, self._last = self._last, None
         if last is not None:
@@ -134,7 +135,8 @@ os.register_at_fork(after_in_child=_alone.clear)
 def background_of(ranks: Ranks) -> Background:
     """Return what saves for these ranks; the first time, it gets a group of its own.
 
-    Collective: all of `ranks`, the first time.
+    Collective:
+        All of `ranks`, the first time.
     """
     group = ranks.group
     if group is None:

@@ -97,7 +97,8 @@ class Checkpointer:
     Raises:
         UsageError: `keep` is not positive.
 
-    Collective: `save` and `load` must be called by all ranks of the group.
+    Collective:
+        `save` and `load` must be called by all ranks of the group.
     """
 
     def __init__(
@@ -138,7 +139,8 @@ class Checkpointer:
             CheckpointMismatch: Ranks have different objects under one name: names, shapes, dtypes,
                 values, or parameters. No rank has saved.
 
-        Cost: each byte is read and written once; memory: one tensor that is not on the CPU.
+        Cost:
+            Each byte is read and written once; memory: one tensor that is not on the CPU.
         """
         ranks = Ranks(self._process_group, "Checkpointer.save")
         number = _step_number(step)
@@ -263,8 +265,9 @@ class Checkpointer:
             CheckpointMismatch: The checkpoint is valid, but not of these objects. Nothing is
                 changed if it is seen by comparing (names, shapes, dtypes, number of parameters).
 
-        Cost: each byte is read once by one of the ranks to check it, and once by every rank to
-        load it; memory: mapped from the file, copied once.
+        Cost:
+            Each byte is read once by one of the ranks to check it, and once by every rank to load
+            it; memory: mapped from the file, copied once.
         """
         ranks = Ranks(self._process_group, "Checkpointer.load")
         found = self._choose(step, ranks)

@@ -257,7 +257,8 @@ class Catalog:
         Raises:
             CheckpointDamaged: As `cut`, of any tensor; or they are more than the header can have.
 
-        Cost: O(runs) of all tensors.
+        Cost:
+            O(runs) of all tensors.
         """
         (file, record), total = self.files[number], 0
         rows: dict[str, list[int]] = {}

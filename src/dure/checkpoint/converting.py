@@ -65,8 +65,9 @@ def convert(
         CheckpointError: `source` is none of these, or damaged, or would run code. The target is as
             it was.
 
-    Cost: every byte is read and written once; memory of the largest slice, with "torch" that of all
-    tensors that are stored in several slices.
+    Cost:
+        Every byte is read and written once; memory of the largest slice, with "torch" that of all
+        tensors that are stored in several slices.
 
     Example:
         ```python

@@ -57,7 +57,8 @@ def dcp_to_torch_save(
         CheckpointError: It cannot be read, or the file cannot be written; then what was there
             before is as it was.
 
-    Cost: memory of the tensors that are saved in several slices; others are mapped.
+    Cost:
+        Memory of the tensors that are saved in several slices; others are mapped.
 
     Example:
         ```python
@@ -107,7 +108,8 @@ def torch_save_to_dcp(
         CheckpointError: The file would run code, or is none of torch.
         CheckpointException: Something in it cannot be saved, or not written.
 
-    Cost: the file is mapped, and its bytes are read once.
+    Cost:
+        The file is mapped, and its bytes are read once.
 
     Example:
         ```python
@@ -169,7 +171,8 @@ class BroadcastingTorchSaveReader(StorageReader):
         Raises:
             CheckpointError: There is no such file, or no such tensor in it; raised on all ranks.
 
-        Collective: all ranks of the default group.
+        Collective:
+            All ranks of the default group.
         """
         if not isinstance(planner, DynamicMetaLoadPlanner) or self.checkpoint_id is None:
             raise UsageError("a file needs a DynamicMetaLoadPlanner", seen=f"{self.checkpoint_id}")

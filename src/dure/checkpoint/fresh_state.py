@@ -47,7 +47,8 @@ def fresh_state(
     Raises:
         UsageError: The optimizer does not step so.
 
-    Cost: memory of the parameter twice, for the moment.
+    Cost:
+        Memory of the parameter twice, for the moment.
     """
     scratch = nn.Parameter(torch.zeros_like(parameter.detach()))
     scratch.grad = torch.zeros_like(scratch.detach())

@@ -62,9 +62,11 @@ class FsspecPath:
         OSError: Any method, if the store's client fails; it has the URL and the client's text.
         UsageError: Any method, if the package of the store is not installed.
 
-    Cost: one request to the store for each method that does more than join names.
+    Cost:
+        One request to the store for each method that does more than join names.
 
-    Threads: any thread may use it.
+    Threads:
+        Any thread may use it.
 
     Example:
         ```python
@@ -165,8 +167,8 @@ class FsspecPath:
         Raises:
             FileExistsError: There is such a file.
 
-        Cost: memory of some parts of an upload, each of 32 MiB, or num_bytes / 5,000 if that is
-        more.
+        Cost:
+            Memory of some parts of an upload, each of 32 MiB, or num_bytes / 5,000 if that is more.
         """
         if self.is_file():
             raise FileExistsError(errno.EEXIST, "there is such a file", self.url)

@@ -71,7 +71,8 @@ class Lease:
     Args:
         path: Of the object.
 
-    Threads: one save at a time uses it (`FolderLock`); a thread renews it.
+    Threads:
+        One save at a time uses it (`FolderLock`); a thread renews it.
     """
 
     def __init__(self, path: FsspecPath) -> None:

@@ -32,7 +32,8 @@ a copy does not hold because its process runs, but only until its lease expires.
 
 A store that fsspec reaches has no locks: see `lease`.
 
-Threads: within a process one save at a time holds the lock; the next waits for it.
+Threads:
+    Within a process one save at a time holds the lock; the next waits for it.
 """
 
 from __future__ import annotations

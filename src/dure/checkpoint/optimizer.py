@@ -38,7 +38,8 @@ def load_sharded_optimizer_state_dict(
     Raises:
         CheckpointException: It cannot be loaded.
 
-    Collective: all ranks; as `load`.
+    Collective:
+        All ranks; as `load`.
 
     Example:
         ```python

@@ -87,7 +87,8 @@ def save_planned(
     Raises:
         CheckpointException: It failed on some ranks.
 
-    Collective: all of `ranks`. Four exchanges.
+    Collective:
+        All of `ranks`. Four exchanges.
     """
     plans, metadata = _planned(state_dict, writer, planner, ranks, coordinator)
 
@@ -114,7 +115,8 @@ def taken_of(
     Raises:
         CheckpointException: It failed on some ranks.
 
-    Collective: all of `ranks`. Three exchanges.
+    Collective:
+        All of `ranks`. Three exchanges.
     """
     plans, metadata = _planned(state_dict, None, planner, ranks, coordinator)
     taken: list[Taken] = []
@@ -183,7 +185,8 @@ def load_planned(
     Raises:
         CheckpointException: It failed on some ranks.
 
-    Collective: all of `ranks`. Three exchanges.
+    Collective:
+        All of `ranks`. Three exchanges.
     """
     leads = ranks.rank == coordinator
     state: dict[str, Any] = {}

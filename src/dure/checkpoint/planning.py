@@ -14,8 +14,9 @@ Rank 0 keeps the last few divisions, by the digests of the descriptions. In the 
 usually have what they had, and send digests only. The marks of tensors that several ranks may have
 are sent in each save, and compared (`replicas`).
 
-Cost: with n ranks of t tensors rank 0 takes O(n t log n) steps in arrays. The others take O(t).
-In the manifest, rank 0 describes the division in columns of runs (`runs`).
+Cost:
+    With n ranks of t tensors rank 0 takes O(n t log n) steps in arrays. The others take O(t). In
+    the manifest, rank 0 describes the division in columns of runs (`runs`).
 """
 
 from __future__ import annotations

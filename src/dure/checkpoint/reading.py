@@ -146,7 +146,8 @@ def faults(folder: AnyPath, catalog: Catalog) -> list[str]:
     Raises:
         CheckpointError: A file cannot be opened or read.
 
-    Cost: one pass over the bytes; no memory.
+    Cost:
+        One pass over the bytes; no memory.
     """
     found: list[str] = []
     for number, (name, record) in enumerate(catalog.files):
@@ -165,7 +166,8 @@ def _fault_of_header(
 ) -> str | None:
     """Return what is wrong if a header has not the slices, and no others, that the manifest has.
 
-    Cost: the header is laid out and compared as bytes; it is not parsed.
+    Cost:
+        The header is laid out and compared as bytes; it is not parsed.
     """
     if any(stored.place is None for _, stored in parts):
         return None  # of these the header was worked out, or read
@@ -188,7 +190,8 @@ def differences(first: AnyPath, second: AnyPath) -> list[str]:
         CheckpointDamaged: One is damaged.
         CheckpointError: One cannot be opened or read.
 
-    Cost: memory of the largest tensor, for each of the two that has it in slices.
+    Cost:
+        Memory of the largest tensor, for each of the two that has it in slices.
     """
     a, b = catalog_of(first), catalog_of(second)
     tensors = Mapped(first, a), Mapped(second, b)

@@ -158,7 +158,8 @@ def handling(
 def marks_of(tensors: Sequence[torch.Tensor]) -> bytes:
     """Return the mark of each tensor, 4 bytes each.
 
-    Cost: 32 elements of each are read; for those that are not on the CPU, one copy per dtype.
+    Cost:
+        32 elements of each are read; for those that are not on the CPU, one copy per dtype.
     """
     marks = np.zeros(len(tensors), np.uint32)
     sampled: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}

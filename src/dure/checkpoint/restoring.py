@@ -78,7 +78,8 @@ def load_from(
     Raises:
         CheckpointException: It failed on some ranks.
 
-    Collective: all of `ranks`. Two exchanges.
+    Collective:
+        All of `ranks`. Two exchanges.
     """
     loadings: list[_Loading] = []
 

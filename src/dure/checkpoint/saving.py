@@ -288,8 +288,9 @@ class Saving:
         CheckpointException: It failed on some ranks; nothing was written.
         UsageError: The backend is `fake`.
 
-    Collective: all of `ranks`. One exchange; two if rank 0 does not have what they have, and it is
-    not short.
+    Collective:
+        All of `ranks`. One exchange; two if rank 0 does not have what they have, and it is not
+        short.
     """
 
     def __init__(
@@ -440,7 +441,8 @@ class Saving:
         Raises:
             CheckpointException: It failed on some ranks.
 
-        Collective: all of the ranks. One exchange.
+        Collective:
+            All of the ranks. One exchange.
         """
 
         def held() -> None:
@@ -457,7 +459,8 @@ class Saving:
             CheckpointException: It failed on some ranks; earlier checkpoints are unchanged. If the
                 failure is an `Unflushed`, the new checkpoint is in place.
 
-        Collective: all of the ranks. One exchange.
+        Collective:
+            All of the ranks. One exchange.
         """
         ranks, wrote, publishing = self._ranks, False, False
         written: dict[int, FileRecord] = {}
@@ -549,9 +552,11 @@ class Saving:
     def share(self) -> None:
         """Let all ranks know what all save, for files that they write together.
 
-        Collective: all of the ranks. One exchange.
+        Collective:
+            All of the ranks. One exchange.
 
-        Cost: each rank receives what all ranks save.
+        Cost:
+            Each rank receives what all ranks save.
         """
 
         def share() -> _Shared:
@@ -627,7 +632,8 @@ def save_into(
     Raises:
         CheckpointException: It failed on some ranks; earlier checkpoints are unchanged.
 
-    Collective: all of `ranks`. Two exchanges, or three (`Saving`).
+    Collective:
+        All of `ranks`. Two exchanges, or three (`Saving`).
     """
     folder = Folder(path)
     try:

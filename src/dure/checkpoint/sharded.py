@@ -94,13 +94,15 @@ def save(
         CheckpointException: It failed on some ranks (`failures`: which and why); raised on all.
         UsageError: No folder is given, or an object of another library.
 
-    Collective: all ranks of the group must call; two exchanges, or three if ranks have much that
-    the save before had not; three more with a custom planner; four with a `StorageWriter`. Returns
-    when the checkpoint is on the disk.
+    Collective:
+        All ranks of the group must call; two exchanges, or three if ranks have much that the save
+        before had not; three more with a custom planner; four with a `StorageWriter`. Returns when
+        the checkpoint is on the disk.
 
-    Cost: each byte is read and written once, by one rank; memory: one slice where it is not
-    contiguous on the CPU. Ranks send what they have to rank 0, which plans and writes the manifest;
-    the others learn what they write.
+    Cost:
+        Each byte is read and written once, by one rank; memory: one slice where it is not
+        contiguous on the CPU. Ranks send what they have to rank 0, which plans and writes the
+        manifest; the others learn what they write.
 
     Example:
         ```python
@@ -169,7 +171,8 @@ def save_state_dict(
         CheckpointException: It failed on some ranks; raised on all.
         UsageError: `storage_writer` or `planner` is of another library.
 
-    Collective: as `save`.
+    Collective:
+        As `save`.
 
     Example:
         ```python
@@ -226,11 +229,12 @@ def async_save(
             it was not waited for.
         UsageError: As `save`.
 
-    Collective: all ranks of the group must call; two or three exchanges, and the first time a new
-    group.
-    Waits for the save before.
+    Collective:
+        All ranks of the group must call; two or three exchanges, and the first time a new group.
+        Waits for the save before.
 
-    Cost: one copy of the bytes that this rank writes, which are as many bytes of memory, kept.
+    Cost:
+        One copy of the bytes that this rank writes, which are as many bytes of memory, kept.
 
     Example:
         ```python
@@ -292,11 +296,12 @@ def load(
             were read before have new values.
         UsageError: No folder is given, or an object of another library.
 
-    Collective: all ranks of the group must call; two exchanges, three with a custom planner or
-    reader.
+    Collective:
+        All ranks of the group must call; two exchanges, three with a custom planner or reader.
 
-    Cost: a rank reads the bytes of the elements that it has, into the memory where they belong.
-    Slices that are read completely are compared with their checksum.
+    Cost:
+        A rank reads the bytes of the elements that it has, into the memory where they belong.
+        Slices that are read completely are compared with their checksum.
 
     Example:
         ```python
@@ -360,7 +365,8 @@ def load_state_dict(
         CheckpointException: It failed on some ranks; raised on all.
         UsageError: `planner` is of another library.
 
-    Collective: as `load`.
+    Collective:
+        As `load`.
 
     Example:
         ```python

@@ -268,8 +268,9 @@ def write_slices(
         OSError: The disk is full, or the file cannot be written.
         CheckpointNotWritten: The program changed a tensor while it was uploaded.
 
-    Cost: one pass over the bytes, two if it is an upload; memory: one slice where it is not
-    contiguous on the CPU.
+    Cost:
+        One pass over the bytes, two if it is an upload; memory: one slice where it is not
+        contiguous on the CPU.
     """
     with file_system_of(path).new_file(path, layout.num_bytes) as file:
         header = layout.header
@@ -608,7 +609,8 @@ class SliceFile:
             CheckpointDamaged: The file became shorter.
             CheckpointError: The file cannot be read.
 
-        Cost: one pass over the bytes; memory: one piece.
+        Cost:
+            One pass over the bytes; memory: one piece.
         """
         self._require_inside(part, stored, num_bytes)
         wanted = self.sum_of(part, stored)

@@ -157,7 +157,8 @@ def _placed(runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 def fault_of_cover(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """Say which elements of a tensor are in two boxes, outside, or in none; None: each in one.
 
-    Cost: as `fault_of_boxes`. Answers are kept, as tensors of a shape mostly are cut the same way.
+    Cost:
+        As `fault_of_boxes`. Answers are kept, as tensors of a shape mostly are cut the same way.
     """
     return _fault_of_cover(tuple(shape), tuple(boxes))
 
@@ -176,9 +177,10 @@ def _fault_of_cover(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | Non
 def fault_of_boxes(shape: tuple[int, ...], rows: Array) -> str | None:
     """Return what `fault_of_cover` does, of boxes in an array [k, 2d]: offsets, then sizes.
 
-    Cost: O(k log k) in arrays where they are a grid, as in most meshes. Else boxes are compared
-    with those that begin before their end in one dimension: that in which these are fewest. For
-    rows or columns there are none. If there are more than 2**28 pairs, that is the answer.
+    Cost:
+        O(k log k) in arrays where they are a grid, as in most meshes. Else boxes are compared with
+        those that begin before their end in one dimension: that in which these are fewest. For rows
+        or columns there are none. If there are more than 2**28 pairs, that is the answer.
     """
     return None if _is_grid(shape, rows) else _fault_of_rows(shape, rows)
 

@@ -97,7 +97,8 @@ class BlockingAsyncStager:
         Args:
             memory: Tensors, by slice.
 
-        Cost: one pass over the bytes; memory: as many, the first time.
+        Cost:
+            One pass over the bytes; memory: as many, the first time.
         """
         begins: list[int] = []
         end = 0

@@ -63,7 +63,8 @@ def from_rank_0(
     Raises:
         UsageError: Rank 0 has a DTensor.
 
-    Collective: all ranks of the group. Each tensor is one broadcast.
+    Collective:
+        All ranks of the group. Each tensor is one broadcast.
     """
     full: dict[Path, torch.Tensor] = {}
 

@@ -4,8 +4,9 @@
 else, so that it cannot run code. Each stored slice, and each value, is a stream of `torch.save` in
 a file, read with `weights_only=True`.
 
-Cost: `.metadata` is read by every rank; of the slices only those in which the rank has elements,
-one at a time.
+Cost:
+    `.metadata` is read by every rank; of the slices only those in which the rank has elements, one
+    at a time.
 """
 
 from __future__ import annotations

@@ -390,7 +390,8 @@ class _Weights:
             written: What `write` returned on each rank.
             not_saved: The message if it fails.
 
-        Collective: all of the ranks, if there are such tensors.
+        Collective:
+            All of the ranks, if there are such tensors.
         """
         if self._writer.exchanged:
             targets = self._targets()
@@ -416,7 +417,8 @@ def save_weights(
     Raises:
         CheckpointException: It failed on some ranks, or there are values in the state.
 
-    Collective: all of `ranks`. Five exchanges, or six (`Saving`); one more, and those of
+    Collective:
+        All of `ranks`. Five exchanges, or six (`Saving`); one more, and those of
         `WeightWriter.exchange`, if a tensor is divided by columns.
     """
     place, leads = Folder(folder), ranks.rank == 0
@@ -476,7 +478,8 @@ def consolidate(
         CheckpointException: A slice of it is damaged; the folder has other weights, or cannot be
             written. Earlier contents are unchanged.
 
-    Cost: memory of the largest tensor.
+    Cost:
+        Memory of the largest tensor.
 
     Example:
         ```python

@@ -159,7 +159,8 @@ class WeightWriter:
         Raises:
             OSError: As `write`.
 
-        Collective: all of the ranks.
+        Collective:
+            All of the ranks.
         """
         blocks = self._own_blocks()
         try:

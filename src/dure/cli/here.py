@@ -31,7 +31,8 @@ VERSION = 1
 def here(ranks: int, *, again: bool = False) -> Machine:
     """Return this machine with some ranks, measured at most a day ago.
 
-    Cost: some 20 s where it has to be measured.
+    Cost:
+        Some 20 s where it has to be measured.
 
     Args:
         ranks: How many there are to be.

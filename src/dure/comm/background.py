@@ -52,7 +52,8 @@ T = TypeVar("T")
 class BackgroundTask(Future[T]):
     """A future of what a thread returns.
 
-    Threads: every method may be called from any thread; `start` once.
+    Threads:
+        Every method may be called from any thread; `start` once.
     """
 
     def __init__(self) -> None:

@@ -219,7 +219,8 @@ SIZE = _FORMAT.size
 def fingerprint(call: Call, rank: int, size: int) -> Fingerprint:
     """Return the fingerprint of a `call` of `rank`.
 
-    Cost: some microseconds, and a hash of the lengths if there is one per rank.
+    Cost:
+        Some microseconds, and a hash of the lengths if there is one per rank.
     """
     kind, dtype, reduction = call.kind, call.dtype, call.reduction
     tensors = call.inputs or call.outputs

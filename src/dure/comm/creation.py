@@ -565,7 +565,8 @@ def forget_keys(group: ProcessGroup, rendezvous: Rendezvous) -> None:
 
     The keys stay if a member ends without leaving. A lost store keeps nothing.
 
-    Cost: one visit to the store; for the last rank, two more, and the names of all keys.
+    Cost:
+        One visit to the store; for the last rank, two more, and the names of all keys.
     """
     with suppress(StoreError):
         # `add` returns the sum, so exactly one rank is the last, and none reads the keys later.

@@ -39,8 +39,9 @@ class Waiters:
     Args:
         name: Name of the threads.
 
-    Threads: `run` and `close` may be called from any thread. The threads are daemons, and end
-    after ten seconds without work or when closed.
+    Threads:
+        `run` and `close` may be called from any thread. The threads are daemons, and end after ten
+        seconds without work or when closed.
     """
 
     def __init__(self, name: str = "dure-future") -> None:
@@ -112,7 +113,8 @@ class Later(torch.futures.Future[Any]):
         ready: Returns whether `run` would not block.
         devices: Of the tensors in the value, those that are not the CPU.
 
-    Threads: one at a time waits for a future and for those chained to it.
+    Threads:
+        One at a time waits for a future and for those chained to it.
     """
 
     def __init__(

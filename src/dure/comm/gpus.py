@@ -23,7 +23,8 @@ def visible_gpus(device: torch.device | None) -> tuple[str, ...]:
     Args:
         device: The rank's `device_id`: then only that one.
 
-    Cost: a question to the driver's library; CUDA is not initialized.
+    Cost:
+        A question to the driver's library; CUDA is not initialized.
     """
     if not torch_private.has_nccl:
         return ()

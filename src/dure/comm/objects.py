@@ -3,7 +3,8 @@
 An object is sent as the bytes of its pickle in an uint8 tensor, after a message with its length.
 Unpickling can run any code: all ranks of a job share one key, and trust each other.
 
-Cost: one small collective for the lengths and one for the bytes; use tensors in inner loops.
+Cost:
+    One small collective for the lengths and one for the bytes; use tensors in inner loops.
 """
 
 from __future__ import annotations

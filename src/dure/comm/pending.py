@@ -36,7 +36,8 @@ class AsyncCollectiveTensor(torch.Tensor):
 
     If the operation failed, its error is raised where the tensor is used, at every use.
 
-    Threads: any thread may use it.
+    Threads:
+        Any thread may use it.
     """
 
     _work: Work

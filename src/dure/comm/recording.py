@@ -22,7 +22,8 @@ def begin_recording(store: Store) -> None:
     Args:
         store: One that all ranks of the job share.
 
-    Cost: at most one visit to the store.
+    Cost:
+        At most one visit to the store.
     """
     if not flight.job():
         flight.set_job(env.text("DURE_LAUNCHER") or _agree(store))

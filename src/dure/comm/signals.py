@@ -57,7 +57,8 @@ class Signals:
     A *signal* is a word for each pair of ranks and channel, in memory of the rank that waits for
     it. It is either set or not: `put_signal` waits until the last one was taken.
 
-    Threads: one at a time for each pair of ranks and channel.
+    Threads:
+        One at a time for each pair of ranks and channel.
 
     Attributes:
         rank: This rank in the group.

@@ -33,9 +33,10 @@ class Work:
     the operation until it has ended: do not write inputs, do not read outputs. The work keeps them
     alive.
 
-    Threads: every method may be called from any thread at any time. Results that need a copy (a
-    non-contiguous output) are in place once any of `wait`, `is_completed` or a future's callback
-    has reported the end.
+    Threads:
+        Every method may be called from any thread at any time. Results that need a copy (a
+        non-contiguous output) are in place once any of `wait`, `is_completed` or a future's
+        callback has reported the end.
 
     Work that is dropped before the program has waited for it is reported by an
     `UnwaitedWorkWarning`, once per line of the program.
@@ -252,8 +253,9 @@ class Work:
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the output tensors; it is set when the operation ends.
 
-        Cost: a helper thread that waits; inside a communication hook of DDP none, and callbacks run
-        in the order in which DDP waits (comm/futures.py).
+        Cost:
+            A helper thread that waits; inside a communication hook of DDP none, and callbacks run
+            in the order in which DDP waits (comm/futures.py).
         """
         self._asked = True
         with self._lock:

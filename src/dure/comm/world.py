@@ -31,7 +31,8 @@ class World:
     `beginning` is held while the default group is created: a rank that has created it may call a
     function here (`dure.rpc`) before this rank's own thread has finished.
 
-    Threads: groups are added and removed under `lock`; reading `default` needs none.
+    Threads:
+        Groups are added and removed under `lock`; reading `default` needs none.
     """
 
     def __init__(self) -> None:

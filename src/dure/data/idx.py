@@ -65,7 +65,8 @@ def read_idx_directory(directory: str | Path) -> tuple[IdxSplit, IdxSplit]:
         DataError: The directory or a file is missing, or a file is truncated, foreign, or does not
             fit the others.
 
-    Cost: reads every file once, into memory (MNIST: 55 MB).
+    Cost:
+        Reads every file once, into memory (MNIST: 55 MB).
     """
     directory = Path(directory)
     if not directory.is_dir():

@@ -69,8 +69,9 @@ class DataLoader(Generic[T]):
         UsageError: Arguments that exclude each other; a dataset without a length; a sampler whose
             order cannot be repeated.
 
-    Cost: seeding takes about 20 us a sample, in the workers if there are any; nothing for a list, a
-    tensor, an array or torch's `TensorDataset`, nor for a `Subset` of these.
+    Cost:
+        Seeding takes about 20 us a sample, in the workers if there are any; nothing for a list, a
+        tensor, an array or torch's `TensorDataset`, nor for a `Subset` of these.
     """
 
     def __init__(
@@ -443,7 +444,8 @@ class _Draw:
 class _Plan:
     """The order as torch's loader sees it: each item already a batch, with the epoch's seed.
 
-    Threads: read by the training process only, also with workers.
+    Threads:
+        Read by the training process only, also with workers.
     """
 
     def __init__(self, position: _Position, seed: int) -> None:

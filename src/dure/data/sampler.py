@@ -106,8 +106,9 @@ class DistributedSampler(Sampler[int]):
         UsageError: `num_replicas` is not positive, or `rank` is not within it; no axis of the mesh
             is known to be one of data.
 
-    Cost: no communication. With `shuffle` each rank makes the complete order, 8 bytes per sample,
-        at the start of an epoch, and holds a list of its share.
+    Cost:
+        No communication. With `shuffle` each rank makes the complete order, 8 bytes per sample, at
+        the start of an epoch, and holds a list of its share.
     """
 
     def __init__(

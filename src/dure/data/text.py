@@ -67,7 +67,8 @@ class Vocabulary:
     def encode(self, text: str) -> torch.Tensor:
         """Return the number of each character.
 
-        Shapes: [len(text)]; uint8, or int32 where the vocabulary has more than 256 numbers.
+        Shapes:
+            [len(text)]; uint8, or int32 where the vocabulary has more than 256 numbers.
         """
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
         places = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)

@@ -31,7 +31,8 @@ A member may also wait for one that is here already: in another group than the o
 for a message, where only the ranks that wait for a dead one notice its death. So a rank that waited
 here for `_NUDGE_S` leaves its groups, which ends all waiting for it.
 
-Cost: six round trips to the store, and until the last rank comes.
+Cost:
+    Six round trips to the store, and until the last rank comes.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class Snapshot:
         Raises:
             UsageError: Something cannot be copied; the message names it, and the snapshot is void.
 
-        Cost: reads and writes each byte of the tensors once.
+        Cost:
+            Reads and writes each byte of the tensors once.
         """
         self.step = -1
         tensors: dict[str, torch.Tensor] = {}
@@ -102,7 +103,7 @@ class Snapshot:
         return name in self._trees
 
     def put_back(self, name: str, part: Any, parts: Mapping[str, Any]) -> None:
-        """Put one of `parts` back (Any: any object); the others are a scaler's optimizers."""
+        """Load the copy of a part into `part`; a scaler also needs its optimizers, in `parts`."""
         load_into(name, part, self._trees[name], self.tensor)
         if self._stages.get(name):
             set_stages(part, self._stages[name], parts)

@@ -77,8 +77,11 @@ class State:
     Raises:
         UsageError: One of them is a value that could not be put back after a failure.
 
-    Threads: one at a time.
-    Cost: twice the memory of the state, on the devices where it lies.
+    Threads:
+        One at a time.
+
+    Cost:
+        Twice the memory of the state, on the devices where it lies.
     """
 
     def __init__(self, **attributes: Any) -> None:

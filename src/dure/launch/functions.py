@@ -85,7 +85,8 @@ def spawn(
             module, which would start ranks without end.
         KeyboardInterrupt: Ctrl-C, or "interrupt the kernel"; no rank is left.
 
-    Cost: some 50 ms to start for forked ranks; spawned ones start as with `dure run`.
+    Cost:
+        Some 50 ms to start for forked ranks; spawned ones start as with `dure run`.
 
     Example:
         ```python

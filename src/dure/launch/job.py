@@ -45,9 +45,12 @@ def run_job(spec: JobSpec) -> JobResult:
         LaunchError: This host does not let us start it: no memory, no port, no log directory; or
             the job's other hosts cannot be found.
 
-    Threads: one job at a time in a process, for signals and orphans are the process's.
-    Cost: a fresh interpreter per rank (some 30 ms of processor time, and its imports); with a
-    zygote, one import for all of them, and some 20 ms per rank.
+    Threads:
+        One job at a time in a process, for signals and orphans are the process's.
+
+    Cost:
+        A fresh interpreter per rank (some 30 ms of processor time, and its imports); with a zygote,
+        one import for all of them, and some 20 ms per rank.
 
     Example:
         ```python

@@ -102,7 +102,8 @@ class JobMetrics:
     Args:
         folder: Into which ranks publish.
 
-    Threads: `text` and `compare` on any thread.
+    Threads:
+        `text` and `compare` on any thread.
     """
 
     due_at = math.inf

@@ -161,7 +161,8 @@ def _rounded_up(a: Column) -> Column:
 def step_time(jobs: Jobs, c: Constants) -> dict[str, Column]:
     """Return the seconds of a step by what they are spent on (`data/terms.toml`).
 
-    Cost: some hundred microseconds, and a microsecond for each job of the columns.
+    Cost:
+        Some hundred microseconds, and a microsecond for each job of the columns.
     """
     layer = _layer(jobs, c)
     n, per_rank = jobs.microbatches, jobs.layers / jobs.pp

@@ -4,8 +4,9 @@ It knows the other processes, receives messages, and sends them. Its parts are t
 makes (`caller`), those that it runs (`callee`), the contents of messages (`payloads`), the values
 of references (`values`), and distributed autograd (`autograd.backward`).
 
-Threads: one lock guards all tables. No message is sent, and no code of the program runs, while it
-is held: such actions are put on a list, and run when it is released (`RpcAgent.step`).
+Threads:
+    One lock guards all tables. No message is sent, and no code of the program runs, while it is
+    held: such actions are put on a list, and run when it is released (`RpcAgent.step`).
 """
 
 from __future__ import annotations

@@ -253,7 +253,8 @@ def rpc_sync(
     Cost:
         One message to the callee and one back.
 
-    Threads: any; the calling thread receives messages while it waits.
+    Threads:
+        Any; the calling thread receives messages while it waits.
 
     Example:
         ```python

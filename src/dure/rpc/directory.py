@@ -62,7 +62,8 @@ class Directory:
     Attributes:
         due: The peers whose queued messages are sent at once, by id.
 
-    Threads: the agent's lock guards changes; `reach`, `info` and `lost` need none.
+    Threads:
+        The agent's lock guards changes; `reach`, `info` and `lost` need none.
     """
 
     def __init__(

@@ -144,7 +144,8 @@ class Peers:
     Attributes:
         logged: As given.
 
-    Threads: all methods may be called from any thread.
+    Threads:
+        All methods may be called from any thread.
     """
 
     def __init__(

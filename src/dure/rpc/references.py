@@ -32,7 +32,8 @@ was sent to.
 **Assumptions.** Messages of this protocol from one process to another arrive in order, once, while
 both live (`directory`). A death is final: no event of a dead process follows `died`.
 
-Threads: the caller's lock guards the state.
+Threads:
+    The caller's lock guards the state.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class RRef(Generic[T]):
         No message. A process that receives a reference sends up to three small messages, which
         travel with others; one when it has freed all its objects of the reference.
 
-    Threads: all methods may be called from any thread.
+    Threads:
+        All methods may be called from any thread.
 
     Example:
         ```python

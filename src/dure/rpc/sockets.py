@@ -184,7 +184,8 @@ class Sockets:
         unreachable_s: How long to try to reach a process of another host; if None, as long as a
             host may be silent.
 
-    Threads: any, except that `start` is called once.
+    Threads:
+        Any, except that `start` is called once.
 
     Raises:
         StoreError: The process cannot listen there.

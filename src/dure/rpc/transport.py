@@ -100,7 +100,8 @@ class HostTransport:
         shared_memory: If False, all messages go through sockets.
         leave: Called once at the end.
 
-    Threads: all methods may be called from any thread.
+    Threads:
+        All methods may be called from any thread.
     """
 
     def __init__(

@@ -4,7 +4,8 @@ A value has an entry in its owner's table as soon as the owner knows that it wil
 processes that ask for it before are answered when it is made. `references` decides who refers to
 which value; this file feeds it, and performs its actions.
 
-Threads: the agent's lock guards the table and the state machine.
+Threads:
+    The agent's lock guards the table and the state machine.
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ class Store(ABC):
     `TypeError` before anything is sent: a value that is neither str nor bytes, one string in the
     place of a list of keys, an amount that is not an integer.
 
-    Threads: every method may be called from any thread. Lifetime: keys live as long as the store's
-    host (a process, a file, a server) does.
+    Threads:
+        Every method may be called from any thread. Lifetime: keys live as long as the store's host
+        (a process, a file, a server) does.
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
@@ -80,7 +81,8 @@ class Store(ABC):
     def missing_keys(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Return at once which of `keys` do not exist, in their order.
 
-        Cost: one request, in a custom store a few `check` per missing key.
+        Cost:
+            One request, in a custom store a few `check` per missing key.
         """
         names = keys_of(keys, "missing_keys")
         if self.check(names):
@@ -97,7 +99,8 @@ class Store(ABC):
     def delete_keys(self, keys: Sequence[str]) -> int:
         """Remove `keys`; return how many of them existed.
 
-        Cost: one request, in a custom store and in etcd one per key.
+        Cost:
+            One request, in a custom store and in etcd one per key.
         """
         return sum(self.delete_key(key) for key in keys_of(keys, "delete_keys"))
 
@@ -160,7 +163,8 @@ class Store(ABC):
             QueueEmptyError: There is none, and `block` is False.
             StoreTimeout: No value arrived within the store's timeout.
 
-        Cost: five round trips, more if several callers pop at once.
+        Cost:
+            Five round trips, more if several callers pop at once.
         """
         text_of(key, "queue_pop")
         deadline = time.monotonic() + self.timeout.total_seconds()

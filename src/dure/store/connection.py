@@ -69,7 +69,8 @@ class Connection:
         server_name: Identifies the server among others that may be at the same endpoint later.
         server_build: Its build of Dure, and its host.
 
-    Threads: one at a time.
+    Threads:
+        One at a time.
     """
 
     server_name = b""

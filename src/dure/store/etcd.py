@@ -83,9 +83,12 @@ class EtcdStore(AskingStore):
         StoreRefused: The name, the password or a certificate is wrong, or the user may not.
         UsageError: A value is longer than 1 MiB.
 
-    Threads: any number may use one store. A forked child may use it too.
-    Cost: a round trip and, for a write, a majority's disk, so 1 to 10 ms per call. If n ranks add
-    to one key at once, the last one needs up to n round trips.
+    Threads:
+        Any number may use one store. A forked child may use it too.
+
+    Cost:
+        A round trip and, for a write, a majority's disk, so 1 to 10 ms per call. If n ranks add to
+        one key at once, the last one needs up to n round trips.
     """
 
     def __init__(
@@ -308,7 +311,8 @@ class _TransactionWriter:
     Attributes:
         patience_s: How long an answer is looked for.
 
-    Threads: one at a time.
+    Threads:
+        One at a time.
     """
 
     def __init__(self, gateway: Gateway, name: str) -> None:

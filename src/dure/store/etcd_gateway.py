@@ -142,7 +142,8 @@ class Gateway:
     Attributes:
         first: Which member new connections ask, modulo how many there are.
 
-    Threads: any number.
+    Threads:
+        Any number.
     """
 
     def __init__(self, options: EtcdOptions) -> None:
@@ -216,7 +217,8 @@ class EtcdWatch:
         where: The key or the range of keys.
         start: The first revision that counts.
 
-    Threads: any; a thread of its own reads the events.
+    Threads:
+        Any; a thread of its own reads the events.
     """
 
     def __init__(self, gateway: Gateway, where: Json, start: int) -> None:
@@ -262,7 +264,8 @@ class EtcdWatch:
 class EtcdConnection:
     """An HTTP connection to one member, opened again, to the next one, when it fails.
 
-    Threads: one at a time.
+    Threads:
+        One at a time.
     """
 
     def __init__(self, gateway: Gateway) -> None:

@@ -72,8 +72,9 @@ class FileStore(AskingStore):
     Raises:
         StoreError: The file cannot be opened, or is not a store.
 
-    Threads: any number may use one store. A forked child may use it too; only the process that
-    made the store closes it.
+    Threads:
+        Any number may use one store. A forked child may use it too; only the process that made the
+        store closes it.
     """
 
     def __init__(
@@ -207,7 +208,8 @@ class _Log:
     The file stays open: so its inode is not used again, and a store whose file was deleted, or
     replaced, reports that instead of talking to itself.
 
-    Threads: one at a time.
+    Threads:
+        One at a time.
     """
 
     def __init__(self, path: Path) -> None:

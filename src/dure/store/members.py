@@ -85,7 +85,8 @@ class MemberTable(Sequence[RendezvousMember]):
         token: Rank 0's token, which identifies the job.
         build: That of all ranks.
 
-    Threads: nothing is ever changed.
+    Threads:
+        Nothing is ever changed.
     """
 
     __slots__ = ("_build", "_gpus", "_gpus_of", "_process_of", "_processes", "_token")

@@ -4,7 +4,8 @@ The monitor reports whether the handshake succeeded, why it failed, and that the
 within a millisecond of the kernel knowing. A peer whose machine is gone is noticed by the kernel's
 probes (`silence`). Peers authenticate each other with CURVE keys.
 
-Threads: one at a time.
+Threads:
+    One at a time.
 """
 
 from __future__ import annotations

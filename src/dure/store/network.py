@@ -269,8 +269,11 @@ class TCPStore(NetworkStore):
         StoreTimeout: The master cannot be reached.
         StoreRefused: The master has another job key.
 
-    Threads: any number may use one store. A forked child may use it too.
-    Cost: one round trip each call, about 80 us on one host; the server never polls.
+    Threads:
+        Any number may use one store. A forked child may use it too.
+
+    Cost:
+        One round trip each call, about 80 us on one host; the server never polls.
     """
 
     def __init__(

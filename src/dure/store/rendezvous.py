@@ -22,8 +22,9 @@ and its count, or is about to be counted. So the outcome is a *roll call*: every
 answers (`G/here/R`) and waits for the second outcome (`G/outcome/2`). If all have answered they
 have met, otherwise the ranks that have not are missing.
 
-Cost: six round trips per rank, one of which is parked until the last rank arrives, and the table of
-members: some ten bytes per rank on hosts of eight ranks. One rank reads all members.
+Cost:
+    Six round trips per rank, one of which is parked until the last rank arrives, and the table of
+    members: some ten bytes per rank on hosts of eight ranks. One rank reads all members.
 """
 
 from __future__ import annotations

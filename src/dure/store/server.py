@@ -67,7 +67,8 @@ class StoreServer:
     Attributes:
         masters: Numbers of the stores here that wait for workers, for `TCPStore`.
 
-    Threads: `hold`, `release` and `stop` may be called from any thread.
+    Threads:
+        `hold`, `release` and `stop` may be called from any thread.
     """
 
     def __init__(
@@ -251,7 +252,8 @@ def shared_server(
             unless clients of that store stay: one of them may be of a rank that has opened the
             address again already.
 
-    Threads: of several that open one endpoint, one makes the server and the others hold it.
+    Threads:
+        Of several that open one endpoint, one makes the server and the others hold it.
     """
     with _opening:
         server = _servers.get(endpoint)

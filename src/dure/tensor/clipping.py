@@ -58,7 +58,8 @@ _lock = threading.Lock()
 def register_stage(stage: ModelStage) -> None:
     """Register a stage for `clip_grad_norm_`: ranks of its group have different parameters.
 
-    Threads: any; stages of all thread-ranks are in one set, and found by their parameters.
+    Threads:
+        Any; stages of all thread-ranks are in one set, and found by their parameters.
     """
     with _lock:
         _stages.add(stage)

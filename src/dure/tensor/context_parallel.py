@@ -13,8 +13,9 @@ it receives the next. The outputs of blocks are combined by the logarithms of th
 exponentials (*lse*), so the result equals attention over the full sequence. In backward the blocks
 go around once more, and the gradients of keys and values travel with them to their owner.
 
-Cost: a rank sends its keys and values n - 1 times forward; backward as often, and their gradients n
-times. Memory: two more blocks.
+Cost:
+    A rank sends its keys and values n - 1 times forward; backward as often, and their gradients n
+    times. Memory: two more blocks.
 
 Source: ring attention, https://arxiv.org/abs/2310.01889; its load balance,
 https://arxiv.org/abs/2311.09431.

@@ -7,9 +7,10 @@ specs of its operands. So gradients are DTensors too, and their placements follo
 If autograd leaves a gradient `Partial` and its tensor is not, the gradient is reduced when `.grad`
 is first read. Several backward passes add their terms before that one reduction.
 
-Threads: as any tensor. Collective: operators that have to redistribute an operand, and reading a
-value (`item`, a Partial `.grad`), are collectives of the mesh: all its ranks must call them. `repr`
-and `print` show this rank's part and do not communicate.
+Threads:
+    As any tensor. Collective: operators that have to redistribute an operand, and reading a value
+    (`item`, a Partial `.grad`), are collectives of the mesh: all its ranks must call them. `repr`
+    and `print` show this rank's part and do not communicate.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ with a seed per rank for data: the parts are random, but not those of the unshar
 must not differ, though. So before a draw whose result is replicated along an axis of the mesh, the
 ranks along that axis compare a checksum of their generators' states.
 
-Threads: ranks that are threads of one process share torch's generator. The first rank of the mesh
-reads its state, and the ranks draw from that state one after another.
+Threads:
+    Ranks that are threads of one process share torch's generator. The first rank of the mesh reads
+    its state, and the ranks draw from that state one after another.
 """
 
 from __future__ import annotations
@@ -143,8 +144,11 @@ def _barrier(mesh: DeviceMesh) -> None:
 def _compare(mesh: DeviceMesh, generator: torch.Generator, axes: Sequence[int]) -> None:
     """Raise on all ranks of a mesh if generators are in different states along some axes.
 
-    Collective: all ranks of the mesh.
-    Cost: one all_reduce of 16 bytes for each axis; none without `axes`.
+    Collective:
+        All ranks of the mesh.
+
+    Cost:
+        One all_reduce of 16 bytes for each axis; none without `axes`.
     """
     groups = {axis: mesh.get_group(axis) for axis in range(mesh.ndim)}
     groups = {axis: group for axis, group in groups.items() if group.size() > 1}

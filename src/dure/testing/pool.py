@@ -9,7 +9,8 @@ A failure breaks the pool, because the state of the ranks is unknown: all proces
 later calls raise. Each call has a timeout, after which the stacks of the missing ranks are shown;
 faulthandler writes them on the rank itself, so even native code cannot prevent it.
 
-Threads: a pool may only be used by the thread that made it.
+Threads:
+    A pool may only be used by the thread that made it.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class ProcessPool:
         LaunchError: A rank could not join.
         UsageError: `eager_bytes` is negative, or the backend does not support it.
 
-    Cost: one forked process per rank; torch is imported once, by the server.
+    Cost:
+        One forked process per rank; torch is imported once, by the server.
 
     Example:
         ```python

@@ -62,7 +62,8 @@ def run_ranks(
         CommTimeout: Ranks did not finish in time; `missing` has them, stderr shows their stacks.
         UsageError: `eager_bytes` is negative, or the backend does not support it.
 
-    Cost: one thread per rank; 128 ranks start in milliseconds.
+    Cost:
+        One thread per rank; 128 ranks start in milliseconds.
 
     Example:
         ```python

@@ -23,7 +23,8 @@ class CommRecorder:
             the process if there is no default group.
         group: Name of the group to record; None for all groups.
 
-    Threads: operations of every thread are recorded. Recorders may be nested.
+    Threads:
+        Operations of every thread are recorded. Recorders may be nested.
 
     Example:
         ```python

@@ -22,7 +22,8 @@ class TorchGroup(ReductionOperations, Moves, PointToPoint):
 
     This class only converts torch's calls to calls of `ours`, and works of `ours` to torch's.
 
-    Threads: one operation at a time; works may be used from any thread.
+    Threads:
+        One operation at a time; works may be used from any thread.
     """
 
     def split_group(

@@ -40,7 +40,8 @@ class TorchStore(Store):
     Args:
         store: Torch's store. `close` does not close it.
 
-    Threads: as torch's store; a TCP store serves one call at a time.
+    Threads:
+        As torch's store; a TCP store serves one call at a time.
     """
 
     def __init__(self, store: c10d.Store) -> None:

@@ -37,7 +37,8 @@ _SMALL = 1 << 20
 class UnwaitedWorks:
     """Works that were dropped before a call of `wait` (see the module's docstring).
 
-    Threads: finalizers call `keep`, on any thread and at any point of a program.
+    Threads:
+        Finalizers call `keep`, on any thread and at any point of a program.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,8 @@ class TorchWork(c10d.Work):
     Attributes:
         recorded: Set when the profiler has recorded the end; None without a profiler.
 
-    Threads: every method may be called from any thread.
+    Threads:
+        Every method may be called from any thread.
     """
 
     def __init__(

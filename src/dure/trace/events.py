@@ -55,8 +55,9 @@ class Hook:
         before: Called with the event as an operation starts; an exception prevents the operation.
         after: Called with the event as an operation ends.
 
-    Threads: hooks run on the thread that calls or completes the operation. They must be quick, must
-    not communicate, and may be called from several threads at once.
+    Threads:
+        Hooks run on the thread that calls or completes the operation. They must be quick, must not
+        communicate, and may be called from several threads at once.
     """
 
     before: EventHook | None = None
@@ -80,7 +81,8 @@ def add_hook(*, before: EventHook | None = None, after: EventHook | None = None)
     Returns:
         The handle for `remove_hook`.
 
-    Cost: the time of the functions, at every operation of the process.
+    Cost:
+        The time of the functions, at every operation of the process.
 
     Example:
         ```python
@@ -197,7 +199,8 @@ class Ring:
     Args:
         capacity: How many events are kept; older ones are dropped.
 
-    Threads: every method may be called from any thread.
+    Threads:
+        Every method may be called from any thread.
     """
 
     def __init__(self, capacity: int = 1024) -> None:

@@ -11,7 +11,8 @@ an operation of a group fails for the first time because of other ranks (`on_err
 note with the file's path to the error.
 `dure trace merge` reads the files of all ranks.
 
-Threads: every function may be called from any thread, and from a signal handler.
+Threads:
+    Every function may be called from any thread, and from a signal handler.
 """
 
 from __future__ import annotations
@@ -254,7 +255,8 @@ def record_steps(directory: Path | str | None = None) -> Generator[None]:
     Raises:
         OSError: The file could not be written.
 
-    Cost: about 2 us per phase or bucket, only inside the block.
+    Cost:
+        About 2 us per phase or bucket, only inside the block.
 
     Example:
         ```python

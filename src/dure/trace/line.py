@@ -92,7 +92,8 @@ def progress(step: int, total: int | None = None, **values: float | str) -> None
         total: The number of steps, if it is known.
         values: A few short values to show, such as `loss=0.31`.
 
-    Cost: 0.5 us; 15 us for a call that is sent.
+    Cost:
+        0.5 us; 15 us for a call that is sent.
 
     Example:
         ```python

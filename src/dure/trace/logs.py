@@ -16,7 +16,8 @@ them Dure sets the levels of its loggers, and one handler of the logger "dure" w
 the standard error, with the rank. It leaves out lines that a handler of the program writes to the
 terminal already.
 
-Threads: everything may be called from any thread.
+Threads:
+    Everything may be called from any thread.
 """
 
 from __future__ import annotations

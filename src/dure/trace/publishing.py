@@ -11,8 +11,9 @@ have counts of operations (`counting`).
 A separate thread works even while the program is stuck in an operation. It is started with the
 rank's first group, or by the first `log`. Without the folder nothing happens.
 
-Cost: for the page, a thread that runs for about 3 ms every two seconds (benchmarks/page.py), and
-the cost of recording spans; for metrics, see docs/metrics.md.
+Cost:
+    For the page, a thread that runs for about 3 ms every two seconds (benchmarks/page.py), and the
+    cost of recording spans; for metrics, see docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def log(step: int, **scalars: float) -> None:
         UsageError: A value is not a number (reading one from a tensor could wait), or a name has
             more than 80 characters.
 
-    Cost: 1 us.
+    Cost:
+        1 us.
 
     Example:
         ```python

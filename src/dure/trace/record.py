@@ -116,7 +116,8 @@ class Origin:
 class RecordSource(Protocol):
     """Records the last operations of one rank in one group.
 
-    Threads: `records` may be called from any thread, and from a signal handler, at any time.
+    Threads:
+        `records` may be called from any thread, and from a signal handler, at any time.
     """
 
     origin: Origin

@@ -36,8 +36,9 @@ Noted = list[Any]
 class FlightRing:
     """The last `capacity` operations of one rank in one group (a `RecordSource`).
 
-    Threads: every method may be called from any thread; each is a single list operation, so no lock
-    is needed.
+    Threads:
+        Every method may be called from any thread; each is a single list operation, so no lock is
+        needed.
     """
 
     def __init__(self, origin: Origin, capacity: int = CAPACITY) -> None:

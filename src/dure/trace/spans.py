@@ -75,7 +75,8 @@ def emit(span: Span) -> None:
 class SpanRecorder:
     """Records the last spans of each rank of the process between `start` and `stop`.
 
-    Threads: every method may be called from any thread; ranks may be threads.
+    Threads:
+        Every method may be called from any thread; ranks may be threads.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:

@@ -52,8 +52,11 @@ def verify_equal(group: ProcessGroup, descriptions: Sequence[str], what: str = "
         descriptions: One line for each tensor; its first word is the tensor's name.
         what: The owner of the tensors, for the error.
 
-    Collective: all ranks of the group call; all of them raise.
-    Cost: one all_gather of 32 bytes.
+    Collective:
+        All ranks of the group call; all of them raise.
+
+    Cost:
+        One all_gather of 32 bytes.
 
     Raises:
         ModuleError: With the first difference, and what each rank has there.
@@ -74,7 +77,8 @@ def verify_equal(group: ProcessGroup, descriptions: Sequence[str], what: str = "
 def gather_texts(group: ProcessGroup, text: bytes) -> list[list[str]]:
     """Exchange texts of different lengths; return the lines of each rank's.
 
-    Collective: all ranks of the group.
+    Collective:
+        All ranks of the group.
     """
     device = group.message_device
     length = torch.tensor([len(text)], device=device)
@@ -118,8 +122,11 @@ def broadcast_tensors(
 ) -> None:
     """Overwrite `tensors` with those of the rank `root`.
 
-    Collective: all ranks of the group call with tensors of the same shapes and dtypes.
-    Cost: one broadcast for each tensor of more than 64 KiB, all started before the first is waited
+    Collective:
+        All ranks of the group call with tensors of the same shapes and dtypes.
+
+    Cost:
+        One broadcast for each tensor of more than 64 KiB, all started before the first is waited
         for, and one for all smaller ones of a dtype and device.
     """
     small = by_kind(t for t in tensors if t.nbytes <= SMALL_BYTES)

@@ -40,7 +40,8 @@ def prepare(group: ProcessGroup) -> Signals:
     Returns:
         Signals between the ranks, those of the group.
 
-    Collective: the first time, all ranks of the group.
+    Collective:
+        The first time, all ranks of the group.
     """
     if Signals not in group.belongings:
         tensor = heap_empty(1)  # not the program's, so no warning at a fork
@@ -54,8 +55,11 @@ class Epochs:
     Counters `wrote` are odd while a rank writes, so that survivors of a death know whose rows are
     incomplete.
 
-    Collective: construction, `begin_read`.
-    Threads: one per rank.
+    Collective:
+        Construction, `begin_read`.
+
+    Threads:
+        One per rank.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -163,7 +167,8 @@ class ModelEpochs:
     def of(self, group: ProcessGroup) -> Epochs:
         """Return the epochs of a group.
 
-        Collective: the first time, all ranks of the group.
+        Collective:
+            The first time, all ranks of the group.
         """
         epochs = self._of.get(group)
         if epochs is None:

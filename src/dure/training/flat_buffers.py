@@ -83,7 +83,8 @@ class FlatBuffers:
         numels: Elements in the block of each kind; `padded` says what each piece takes.
         allocate: Makes a block of elements.
 
-    Collective: construction, where `allocate` is.
+    Collective:
+        Construction, where `allocate` is.
     """
 
     def __init__(

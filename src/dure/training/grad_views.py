@@ -111,7 +111,8 @@ def part_in(gradient: DTensor, like: DTensor, dtype: torch.dtype | None) -> torc
 class GradView:
     """The place of one parameter's gradient in its flat buffer.
 
-    Threads: used by one thread at a time; its owner's lock sees to it.
+    Threads:
+        Used by one thread at a time; its owner's lock sees to it.
 
     Attributes:
         number: The parameter's, in the order of registration.

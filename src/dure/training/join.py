@@ -211,9 +211,14 @@ class Join:
         PeerLost: Another rank left the block with an error; raised where this one next announces.
         Desync: The ranks announced different things.
 
-    Collective: leaving the block without an error, and each announcement, on all ranks.
-    Cost: one all_reduce of 4 n bytes for each announcement.
-    Threads: announcements of a rank come one at a time, from any thread.
+    Collective:
+        Leaving the block without an error, and each announcement, on all ranks.
+
+    Cost:
+        One all_reduce of 4 n bytes for each announcement.
+
+    Threads:
+        Announcements of a rank come one at a time, from any thread.
 
     Attributes:
         group: The ranks that take part.

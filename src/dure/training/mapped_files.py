@@ -76,7 +76,8 @@ class Files:
     def shared_zeros(self, group: ProcessGroup, nbytes: int) -> torch.Tensor:
         """Return zeroed bytes [nbytes] that are the same file on all ranks, which are on one host.
 
-        Collective: all ranks of the group.
+        Collective:
+            All ranks of the group.
 
         Raises:
             UsageError, CommError: As `zeros`; on all ranks.

@@ -39,7 +39,8 @@ def own_zeros(
 ) -> torch.Tensor:
     """Allocate zeros [numel] of this rank's own, which collectives of `group` reduce in place.
 
-    Collective: all ranks of the group, where it is shared memory (on the CPU).
+    Collective:
+        All ranks of the group, where it is shared memory (on the CPU).
     """
     if device.type == "cpu":
         return shared_empty(numel, dtype=dtype, group=group)
@@ -49,7 +50,8 @@ def own_zeros(
 def node_shared_zeros(group: ProcessGroup, num_bytes: int) -> torch.Tensor:
     """Allocate zeroed bytes [num_bytes] that are the same memory on all ranks of a host.
 
-    Collective: all ranks of the group.
+    Collective:
+        All ranks of the group.
 
     Raises:
         UsageError: The group's backend has no memory that ranks share.

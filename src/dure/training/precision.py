@@ -112,7 +112,8 @@ class MixedPrecision:
 class ComputeCopies:
     """The low-precision side of one module; see the module's text.
 
-    Threads: used by the thread that runs forward, and by the one that runs its backward.
+    Threads:
+        Used by the thread that runs forward, and by the one that runs its backward.
 
     Args:
         module: The module that computes.

@@ -41,7 +41,8 @@ class SharedParameters:
         group: The ranks; on each host they share.
         parameters: The same on all ranks; on the CPU.
 
-    Collective: construction, `barrier` and `rebind`, on all ranks of the group.
+    Collective:
+        Construction, `barrier` and `rebind`, on all ranks of the group.
 
     Raises:
         UsageError: The group's backend has no shared memory.

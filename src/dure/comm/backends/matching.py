@@ -4,7 +4,8 @@ A receive takes the first message with its sender and tag, and a message is give
 receive that matches. A receive whose length or dtype differs from its message fails; the message is
 kept for a receive that fits. The native engine has the same rule (csrc/core/matching.cpp).
 
-Threads: one at a time.
+Threads:
+    One at a time.
 """
 
 from __future__ import annotations

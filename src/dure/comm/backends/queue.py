@@ -8,7 +8,8 @@ request includes that request.
 An exception of an action ends its request, and the thread continues: a `DureError` is raised
 unchanged, any other exception (such as no memory for scratch) as `InternalError`.
 
-Threads: every method, from any thread.
+Threads:
+    Every method, from any thread.
 """
 
 from __future__ import annotations

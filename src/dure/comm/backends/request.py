@@ -8,7 +8,8 @@ torch's work, which must be waited for in slices), a subclass overrides `_poll` 
 In a child process that was forked while a request was pending no thread can end it: there it counts
 as done, and every `wait` raises `UsageError`.
 
-Threads: every method, from any thread, at any time.
+Threads:
+    Every method, from any thread, at any time.
 """
 
 from __future__ import annotations

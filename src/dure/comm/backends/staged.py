@@ -25,10 +25,12 @@ knows the stream of the allocation, so outputs that another stream writes are re
 
 Numerics, errors, timeouts and the comparison of calls are those of the CPU backend.
 
-Cost: per operation one copy of the inputs to the host, one of the outputs from it, the CPU
-backend's cost, and a wait of the host for the stream.
+Cost:
+    Per operation one copy of the inputs to the host, one of the outputs from it, the CPU backend's
+    cost, and a wait of the host for the stream.
 
-Threads: as `Backend` demands.
+Threads:
+    As `Backend` demands.
 """
 
 from __future__ import annotations

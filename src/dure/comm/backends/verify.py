@@ -13,7 +13,8 @@ error.
 **Asynchronous calls** must not wait for peers, so their headers are gathered on the thread of an
 ordered queue; later calls queue behind them.
 
-Threads: as `Backend` demands; the engine sees one call at a time.
+Threads:
+    As `Backend` demands; the engine sees one call at a time.
 """
 
 from __future__ import annotations

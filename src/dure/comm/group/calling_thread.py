@@ -26,8 +26,9 @@ class CallingThread:
     Attributes:
         crossed: A text that names two threads that were inside calls at once; "" if none were.
 
-    Threads: every method, from any thread; one operation of a dictionary each, so that no lock is
-    needed.
+    Threads:
+        Every method, from any thread; one operation of a dictionary each, so that no lock is
+        needed.
     """
 
     def __init__(self, crossed: str = "") -> None:

@@ -56,8 +56,9 @@ class ProcessGroup(GroupCore):
     order of calls: see `channel`. The methods take group ranks; the public functions
     (`dure.broadcast`, ...) take global ranks, and document each operation with its shapes and cost.
 
-    Threads: `Work` objects may be used from any thread. Tensors belong to an operation until it has
-    ended.
+    Threads:
+        `Work` objects may be used from any thread. Tensors belong to an operation until it has
+        ended.
     """
 
     splitter: ClassVar[Callable[..., ProcessGroup | None]]

@@ -82,7 +82,8 @@ class Coordinator(Board):
     Attributes:
         is_left: Set while no agent is a member.
 
-    Threads: the server's alone, except `is_left`.
+    Threads:
+        The server's alone, except `is_left`.
     """
 
     def __init__(self, state: JobState, name: bytes = b"") -> None:

@@ -105,7 +105,8 @@ class Link:
         signals: The pipe in which signals to the launcher arrive.
         say: Called with a line for the user, while the others cannot be found.
 
-    Threads: the agent's alone.
+    Threads:
+        The agent's alone.
     """
 
     def __init__(

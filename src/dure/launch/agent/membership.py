@@ -148,7 +148,8 @@ class HostMember:
         settings: Of the job.
         fd: Readable when there may be news, until `action` is called.
 
-    Threads: all methods belong to the agent's thread.
+    Threads:
+        All methods belong to the agent's thread.
     """
 
     def __init__(

@@ -31,7 +31,8 @@ from dure.store.builds import SAME_BUILD
 class Control(Protocol):
     """The way to the job's state.
 
-    Threads: one watches, another one asks all else.
+    Threads:
+        One watches, another one asks all else.
 
     Raises:
         StoreLost: The state is gone, or cannot be reached any more.

@@ -45,7 +45,8 @@ def run_on_hosts(job: HostsJob, key: bytes) -> int:
     Raises:
         UsageError: A variable cannot be passed on.
 
-    Threads: on the main thread, because signals are handled there.
+    Threads:
+        On the main thread, because signals are handled there.
     """
     return asyncio.run(_SshLauncher(job).run(first_lines(job, key)))
 

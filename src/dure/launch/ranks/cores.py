@@ -33,7 +33,8 @@ def parse_cpus(text: str) -> frozenset[int]:
 def num_cores(root: Path = Path("/")) -> int:
     """Return how many cores this process may use.
 
-    Cost: reads a small file for each cpu.
+    Cost:
+        Reads a small file for each cpu.
     """
     place = root / "sys/devices/system/cpu"
     cpus = os.sched_getaffinity(0)

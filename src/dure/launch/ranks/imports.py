@@ -47,7 +47,9 @@ def names_to_import(spec: JobSpec) -> tuple[str, ...]:
     """Return what to import before the fork, torch first; nothing if torch is not among it.
 
     A name is a module, or `module:attribute` for a module that loads its names when they are used.
-    Cost: some 0.1 ms per file, of 200 files at most.
+
+    Cost:
+        Some 0.1 ms per file, of 200 files at most.
     """
     first = Path(first_path(spec.kind, spec.program))
     text = _read(_program_file(spec, first))

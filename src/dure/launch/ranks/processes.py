@@ -163,8 +163,9 @@ class JobProcesses:
         Args:
             detached: Whether to list those that have left the session of their rank.
 
-        Cost: reads a small file or two for each process, and one for each thread, of the job; if
-        `below` is not known, two for each process of the host.
+        Cost:
+            Reads a small file or two for each process, and one for each thread, of the job; if
+            `below` is not known, two for each process of the host.
         """
         found = self._look()
         if not found:  # one that ends while its parent's children are listed may hide another
@@ -193,7 +194,8 @@ class JobProcesses:
     def signal(self, pid: int, number: int) -> bool:
         """Send signal `number` to process `pid` if it still is one of the job's.
 
-        Cost: reads a small file for each of its ancestors up to a rank.
+        Cost:
+            Reads a small file for each of its ancestors up to a rank.
         """
         try:
             fd = os.pidfd_open(pid)

@@ -61,7 +61,8 @@ class Reaper:
     Raises:
         OSError: The process cannot be started.
 
-    Cost: 20 ms of processor time, beside the start of the ranks.
+    Cost:
+        20 ms of processor time, beside the start of the ranks.
     """
 
     def __init__(self, job: str, spared: int | None = None) -> None:

@@ -63,7 +63,8 @@ class Zygote:
     Raises:
         OSError: The process cannot be started.
 
-    Threads: used by one thread.
+    Threads:
+        Used by one thread.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ a traceback, from its header to the line that names the error, go through the fo
 `[3] ` is rank 3, `[0-2,5] ` are four ranks that wrote the same line, `[node7:3] ` is rank 3 on the
 host node7. A single rank's prefix is padded to one width, so that lines are aligned.
 
-Cost: about 1 us of processor time per line.
+Cost:
+    About 1 us of processor time per line.
 """
 
 from __future__ import annotations

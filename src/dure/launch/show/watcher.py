@@ -13,7 +13,8 @@ __all__ = ["Watcher", "Watchers"]
 class Watcher(Protocol):
     """Gets what the launcher learns of the ranks; their starts and ends are events of the job.
 
-    Threads: it is called on the launcher's thread, which must never wait.
+    Threads:
+        It is called on the launcher's thread, which must never wait.
     """
 
     @property

@@ -53,12 +53,19 @@ class GradScaler(torch.amp.GradScaler):
     and clipping, ``scaler.step(optimizer)``, ``scaler.update()``. Without a process group it is
     torch's.
 
-    Collective: the first of `unscale_` and `step` for an optimizer; all ranks of the group, for
-    their optimizers in the same order, whether or not a rank has gradients for it.
-    Cost: one all_reduce of 96 bytes for each optimizer and step; none with one rank. On a GPU it is
-    queued like any other; the host waits once a step, where torch's scaler does.
-    Numerics: scale, growth and back-off are torch's, bit by bit.
-    Threads: one thread a rank.
+    Collective:
+        The first of `unscale_` and `step` for an optimizer; all ranks of the group, for their
+        optimizers in the same order, whether or not a rank has gradients for it.
+
+    Cost:
+        One all_reduce of 96 bytes for each optimizer and step; none with one rank. On a GPU it is
+        queued like any other; the host waits once a step, where torch's scaler does.
+
+    Numerics:
+        Scale, growth and back-off are torch's, bit by bit.
+
+    Threads:
+        One thread a rank.
 
     Args:
         device: Type of the device that losses are on; "cuda" where torch has it, else "cpu".
@@ -127,7 +134,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> _Tensors:
         """Unscale this rank's gradients; return whether any rank found an inf or a NaN in its own.
 
-        Collective: all ranks of the group.
+        Collective:
+            All ranks of the group.
         """
         if getattr(optimizer, "overlap_with_ddp", False):
             raise UsageError(

@@ -74,8 +74,11 @@ class PeriodicModelAverager(ModelAverager):
         Args:
             params: A model's parameters, or an optimizer's parameter groups.
 
-        Collective: all ranks of the group, each step.
-        Cost: as much as an all_reduce of the parameters, every `period` steps.
+        Collective:
+            All ranks of the group, each step.
+
+        Cost:
+            As much as an all_reduce of the parameters, every `period` steps.
         """
         after = self.step - self.warmup_steps
         if after >= 0 and after % self.period == 0:
@@ -99,7 +102,8 @@ class HierarchicalModelAverager(ModelAverager):
     Raises:
         UsageError: The sizes or periods are not as above.
 
-    Collective: construction makes groups; all ranks of `process_group`.
+    Collective:
+        Construction makes groups; all ranks of `process_group`.
     """
 
     def __init__(
@@ -149,7 +153,8 @@ class HierarchicalModelAverager(ModelAverager):
         Args:
             params: A model's parameters, or an optimizer's parameter groups.
 
-        Collective: all ranks of that group, each step.
+        Collective:
+            All ranks of that group, each step.
         """
         group = self._find_process_group() if self.step >= self.warmup_steps else None
         if group is not None:

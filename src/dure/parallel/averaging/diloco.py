@@ -89,10 +89,15 @@ class DiLoCo(Outer):
         UsageError: `period` or `fragments` is not positive, or there are more fragments than
             parameters or steps in a round.
 
-    Collective: construction; every step at which a round ends.
-    Cost: S bytes of parameters in all_reduces of 32 MiB every `period` steps; memory for the
-    anchor and the outer optimizer's state (twice the parameters by default).
-    Numerics: after the end of a round all ranks have bitwise the same parameters.
+    Collective:
+        Construction; every step at which a round ends.
+
+    Cost:
+        S bytes of parameters in all_reduces of 32 MiB every `period` steps; memory for the anchor
+        and the outer optimizer's state (twice the parameters by default).
+
+    Numerics:
+        After the end of a round all ranks have bitwise the same parameters.
     """
 
     def __init__(
@@ -133,7 +138,8 @@ class DiLoCo(Outer):
         Returns:
             The closure's loss, or None.
 
-        Collective: all ranks, in the steps that end a round.
+        Collective:
+            All ranks, in the steps that end a round.
         """
         loss = self.optim.step() if closure is None else self.optim.step(closure)
         self.num_steps += 1

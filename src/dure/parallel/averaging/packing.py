@@ -47,9 +47,14 @@ def average_(
         group: The ranks.
         dtype: Of messages, if not the tensors' own dtype: bfloat16 halves the bytes of float32.
 
-    Collective: all ranks of the group.
-    Cost: S bytes in one all_reduce for each 32 MiB of each dtype; two pieces of extra memory.
-    Numerics: bitwise the same on all ranks.
+    Collective:
+        All ranks of the group.
+
+    Cost:
+        S bytes in one all_reduce for each 32 MiB of each dtype; two pieces of extra memory.
+
+    Numerics:
+        Bitwise the same on all ranks.
     """
     flying: deque[tuple[Work | None, torch.Tensor, list[torch.Tensor]]] = deque()
     with torch.no_grad():

@@ -106,7 +106,8 @@ class PostLocalSGDOptimizer(Outer):
         optim: The local optimizer.
         averager: Says when to average, and over which ranks.
 
-    Collective: `step`, whenever the averager averages.
+    Collective:
+        `step`, whenever the averager averages.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
@@ -122,7 +123,8 @@ class PostLocalSGDOptimizer(Outer):
         Returns:
             The closure's loss, or None.
 
-        Collective: all ranks, in the steps that average.
+        Collective:
+            All ranks, in the steps that average.
         """
         loss = self.optim.step() if closure is None else self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)

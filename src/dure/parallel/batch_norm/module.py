@@ -25,10 +25,15 @@ class SyncBatchNorm(BatchNorm):
     sizes, so that n ranks compute what one rank would with the full batch. In evaluation it is
     `torch.nn.BatchNorm`, and so it is without a process group, or on one rank.
 
-    Collective: each training forward, with and without gradients, and each backward to the input,
-        on all ranks of the group. A rank may have an empty batch, but must call.
-    Cost: one all_gather of 2C + 1 numbers in forward, one all_reduce of 2C in backward.
-    Numerics: see statistics.py; bitwise the same statistics on all ranks. Statistics, and sums of
+    Collective:
+        Each training forward, with and without gradients, and each backward to the input, on all
+        ranks of the group. A rank may have an empty batch, but must call.
+
+    Cost:
+        One all_gather of 2C + 1 numbers in forward, one all_reduce of 2C in backward.
+
+    Numerics:
+        See statistics.py; bitwise the same statistics on all ranks. Statistics, and sums of
         gradients, are of float32 for float16 and bfloat16.
 
     Shapes:

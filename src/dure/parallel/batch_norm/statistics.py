@@ -115,8 +115,9 @@ class Running:
 class NormalizeOverRanks(torch.autograd.Function):
     """Normalise [N, C, *] by the mean and variance over all ranks' values.
 
-    Collective: forward (one all_gather of 2C + 1 numbers) and, where the input needs a gradient,
-    backward (one all_reduce of 2C numbers), on all ranks of the group, also on one with N = 0.
+    Collective:
+        Forward (one all_gather of 2C + 1 numbers) and, where the input needs a gradient, backward
+        (one all_reduce of 2C numbers), on all ranks of the group, also on one with N = 0.
     """
 
     @staticmethod

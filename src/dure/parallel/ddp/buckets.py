@@ -209,7 +209,8 @@ class ReducerOptions:
 class BucketAssignment:
     """Which bucket each gradient of a module is in for now, and the memory of all buckets.
 
-    Collective: construction, where buckets are memory that ranks share.
+    Collective:
+        Construction, where buckets are memory that ranks share.
 
     Attributes:
         views: Of all parameters' gradients, in the order of registration.
@@ -308,8 +309,11 @@ class BucketAssignment:
     ) -> None:
         """Plan buckets by rank 0's order.
 
-        Collective: all ranks of the group.
-        Cost: one broadcast of 8 bytes a parameter; nothing where there is one bucket.
+        Collective:
+            All ranks of the group.
+
+        Cost:
+            One broadcast of 8 bytes a parameter; nothing where there is one bucket.
 
         Args:
             group: The ranks.

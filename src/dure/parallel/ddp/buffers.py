@@ -76,8 +76,11 @@ class BufferSync:
     def before_forward(self, root: int = _ROOT) -> None:
         """Overwrite the buffers with those of the rank `root`, or run the hook where it is due.
 
-        Collective: all ranks of the group.
-        Cost: one broadcast for all small ones of a dtype and device, and one for each large one.
+        Collective:
+            All ranks of the group.
+
+        Cost:
+            One broadcast for all small ones of a dtype and device, and one for each large one.
         """
         if self._hook is None:
             buffers = list(self.named_buffers().values())

@@ -100,7 +100,8 @@ def _names(annotation: object, wanted: str) -> bool:
 class HookRunner:
     """Runs a communication hook for the buckets of one reducer.
 
-    Threads: as the reducer's; its lock is held.
+    Threads:
+        As the reducer's; its lock is held.
 
     Attributes:
         state: The hook's first argument.
@@ -135,7 +136,8 @@ class HookRunner:
     ) -> None:
         """Wait for all results, then reduce the bitmap; an error of the hook is entered there.
 
-        Collective: all ranks of the group, at the end of a backward.
+        Collective:
+            All ranks of the group, at the end of a backward.
 
         Raises:
             HookError: The hook failed here, and the other ranks are not where it left them.

@@ -94,8 +94,11 @@ class JoinableReplica(Joinable):
             ModuleError: The module has layers that communicate on their own (`SyncBatchNorm`) and
                 no rank would shadow them; pass `throw_on_early_termination=True`.
 
-        Collective: as `Join`.
-        Cost: a backward costs one all_reduce of 4 n bytes more, and so does a broadcast of buffers;
+        Collective:
+            As `Join`.
+
+        Cost:
+            A backward costs one all_reduce of 4 n bytes more, and so does a broadcast of buffers;
             the end, one broadcast for each large parameter and one for all small ones of a dtype.
         """
         return Join(
@@ -219,8 +222,11 @@ def _refuse_lonely_layers(root: torch.nn.Module) -> None:
 def _broadcast_optimizer(group: ProcessGroup, optimizer: torch.optim.Optimizer, root: int) -> None:
     """Overwrite an optimizer's state and settings with those of the group rank `root`.
 
-    Collective: all ranks of the group.
-    Cost: one broadcast of a pickle with what is no tensor, and one for each tensor of the state.
+    Collective:
+        All ranks of the group.
+
+    Cost:
+        One broadcast of a pickle with what is no tensor, and one for each tensor of the state.
     """
     state: Any = optimizer.state_dict()
     outline = [mapped(state, lambda t: t.to("meta"))]

@@ -63,11 +63,18 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
     they are reduced in place. `p.grad` behaves like a separate tensor, except for
     one thing: views that a program takes of it see the next step's values.
 
-    Collective: construction, each synchronised forward of a module with buffers, and each
-    synchronised backward; all ranks of the group, in the same order.
-    Cost: a step sends as much as an all_reduce of all gradients, in one all_reduce for each bucket.
-    Numerics: the average is taken in the order of ranks, and bitwise equal on all of them.
-    Threads: one thread a rank runs forward and backward.
+    Collective:
+        Construction, each synchronised forward of a module with buffers, and each synchronised
+        backward; all ranks of the group, in the same order.
+
+    Cost:
+        A step sends as much as an all_reduce of all gradients, in one all_reduce for each bucket.
+
+    Numerics:
+        The average is taken in the order of ranks, and bitwise equal on all of them.
+
+    Threads:
+        One thread a rank runs forward and backward.
 
     Args:
         module: The module; its parameters and buffers must be the same in kind on all ranks, and
@@ -390,7 +397,8 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
         A pipeline calls it after a step's last backward.
 
-        Collective: All ranks of the group.
+        Collective:
+            All ranks of the group.
         """
         self.reducer.reduce_kept()
 
@@ -407,8 +415,9 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
             HookError: The hook's signature is wrong, or there is a hook already; from `backward`,
                 on every rank: the hook failed, or its result does not fit the bucket.
 
-        Cost: one more collective of a few bytes per step, which reports unused parameters and
-            hooks that failed. Callbacks run at the end of backward.
+        Cost:
+            One more collective of a few bytes per step, which reports unused parameters and hooks
+            that failed. Callbacks run at the end of backward.
         """
         self._take_hook(state, hook, name_of(hook))
 

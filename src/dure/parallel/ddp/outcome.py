@@ -156,7 +156,8 @@ def agreed_error(
 ) -> ModuleError | None:
     """Exchange the error records of all ranks; make the error to raise, the same on all of them.
 
-    Collective: all ranks of the group.
+    Collective:
+        All ranks of the group.
 
     Args:
         group: The ranks.

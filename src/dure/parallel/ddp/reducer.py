@@ -107,7 +107,8 @@ def _no_replica() -> Replica | None:
 class Reductions:
     """Reduces the buckets of one reducer.
 
-    Threads: as the reducer's; its lock is held.
+    Threads:
+        As the reducer's; its lock is held.
 
     Attributes:
         hook: The communication hook.
@@ -190,8 +191,9 @@ def _last_filled(buckets: Sequence[Bucket]) -> Bucket:
 class Reducer:
     """Averages the gradients of a module's parameters over a group; see the module's text.
 
-    Threads: autograd may call from any of its threads, several at once; a lock makes each gradient
-    one step. `prepare` is called by the thread that runs forward.
+    Threads:
+        Autograd may call from any of its threads, several at once; a lock makes each gradient one
+        step. `prepare` is called by the thread that runs forward.
 
     Attributes:
         assignment: Where gradients lie.
@@ -275,7 +277,8 @@ class Reducer:
     def _learn_order(self) -> None:
         """Plan the buckets of the later backwards; see "Rebuilding" in the module's text.
 
-        Collective: all ranks, at the end of the first backward.
+        Collective:
+            All ranks, at the end of the first backward.
         """
         leaves_out = self.static_graph or self.options.leave_out_unused
         if not self.rebuilt and (leaves_out or not self.allow_unused):
@@ -566,7 +569,8 @@ class Reducer:
 
         For a rank whose inputs have ended (`Join`). Its parameters get the others' gradients.
 
-        Collective: where the other ranks of the group run a synchronised backward.
+        Collective:
+            Where the other ranks of the group run a synchronised backward.
         """
         with self._lock:
             self._reset()
@@ -590,8 +594,9 @@ class Reducer:
     def _abandon(self) -> None:
         """Make up for a backward that ended with an exception: the other ranks wait for this one.
 
-        Collective: while they are at the end of that backward. They get an error; this rank's
-        program has had its own.
+        Collective:
+            While they are at the end of that backward. They get an error; this rank's program has
+            had its own.
         """
         self.clock.end_compute()
         self._errors.append(ErrorRecord(ErrorKind.BROKEN))

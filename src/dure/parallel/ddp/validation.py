@@ -264,8 +264,9 @@ class WrappedParameters:
     *Unfrozen.* Nothing averages parameters that needed no gradient at wrapping and need one now, so
     that the replicas would drift apart.
 
-    Cost: one look at the first parameter's place, at all of them only if that has another tensor;
-    and one at each parameter that was frozen.
+    Cost:
+        One look at the first parameter's place, at all of them only if that has another tensor; and
+        one at each parameter that was frozen.
     """
 
     def __init__(

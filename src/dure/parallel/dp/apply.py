@@ -48,8 +48,9 @@ def parallel_apply(
         Exception: Raised by the first failing module, with a note that names it;
             all have ended by then.
 
-    Numerics: In training, with several replicas on the CPU, one number is drawn from the default
-    generator; it seeds a generator for each replica.
+    Numerics:
+        In training, with several replicas on the CPU, one number is drawn from the default
+        generator; it seeds a generator for each replica.
     """
     count = len(modules)
     keywords = kwargs_tup if kwargs_tup is not None else [{}] * count

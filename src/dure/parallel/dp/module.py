@@ -35,9 +35,12 @@ class DataParallel(torch.nn.Module):
     On the CPU replicas use the module's own parameters; nothing is copied but buffers. The first
     replica's buffers are the module's: batch norm keeps the running statistics of the first part.
 
-    Threads: one thread at a time calls forward.
-    Numerics: gradients are those of the full batch, up to the order of sums; statistics of the
-    batch (batch norm) are taken of each part alone.
+    Threads:
+        One thread at a time calls forward.
+
+    Numerics:
+        Gradients are those of the full batch, up to the order of sums; statistics of the batch
+        (batch norm) are taken of each part alone.
 
     Args:
         module: The module; on the first device.

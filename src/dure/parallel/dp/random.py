@@ -50,7 +50,8 @@ _CHANNELS: dict[Callable[..., Any], int] = {
 class OwnRandom(TorchFunctionMode):
     """Have the calling thread draw CPU random numbers from a generator of its own, in a `with`.
 
-    Threads: a mode belongs to the thread that enters it.
+    Threads:
+        A mode belongs to the thread that enters it.
 
     Args:
         seed: Of the generator.

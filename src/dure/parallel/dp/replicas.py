@@ -45,7 +45,8 @@ def replicate(network: M, devices: int | Sequence[Device], detach: bool = False)
     Raises:
         ModuleError: Something in the module cannot be replicated.
 
-    Cost: no copy of a parameter on the same device; one on each other device.
+    Cost:
+        No copy of a parameter on the same device; one on each other device.
     """
     home = home_of(network)
     _refuse_what_cannot_be_replicated(network)

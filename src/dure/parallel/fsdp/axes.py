@@ -108,7 +108,8 @@ class DataAxes:
 
         And the ranks that have this one's place among their neighbours.
 
-        Collective: all ranks of the mesh, at the first call.
+        Collective:
+            All ranks of the mesh, at the first call.
         """
         axis, mesh = self.mesh.ndim - 1, self.mesh
         layout = mesh._layout.split(axis, (self.size // size, size))  # pyright: ignore[reportPrivateUsage]

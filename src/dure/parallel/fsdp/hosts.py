@@ -46,7 +46,8 @@ class SharedByHost(Shared):
         parameters: Of one dtype, cut in dimension 0, on the CPU.
         axes: Over which they are sharded; as many ranks on each host, in order.
 
-    Collective: construction.
+    Collective:
+        Construction.
     """
 
     why = "CPU parameters, once a host"

@@ -91,7 +91,8 @@ class FSDPModule(InPlace):
         Args:
             async_op: Return a handle at once, whose `wait` is called before parameters are used.
 
-        Collective: All ranks of the mesh.
+        Collective:
+            All ranks of the mesh.
         """
         state = self._state()
         _before_unshard(state)
@@ -234,7 +235,8 @@ class FSDPModule(InPlace):
 
         A pipeline calls it after a step's last backward.
 
-        Collective: All ranks of the mesh.
+        Collective:
+            All ranks of the mesh.
         """
         state = self._state()
         if state.tree is not None:

@@ -125,7 +125,8 @@ class Reduction:
     def begin(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Start to reduce unsharded gradients; None counts as zeros: this rank has no gradient.
 
-        Collective: all ranks of the group.
+        Collective:
+            All ranks of the group.
         """
         size = self.axes.size
         sizes = [padded_numel(p, size) if p.is_trained else 0 for p in self.parameters]

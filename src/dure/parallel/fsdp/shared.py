@@ -82,7 +82,8 @@ class Shared(Strategy):
         axes: Over which they are sharded.
         group: The ranks that share memory, on one host; those of the shard axis where None.
 
-    Collective: construction.
+    Collective:
+        Construction.
     """
 
     name = "shared"

@@ -41,7 +41,8 @@ class Strategy:
         frees: `reshard` frees the unsharded parameters, so that backward needs `unshard`.
         streams: Beside that of the computation, on a device that has streams.
 
-    Collective: `unshard`, on all ranks of the group in the same order; `enter`.
+    Collective:
+        `unshard`, on all ranks of the group in the same order; `enter`.
     """
 
     name: str
@@ -73,7 +74,8 @@ class Strategy:
             accumulates: Whether gradients are only being accumulated: no rank writes its shards, or
                 all ranks do.
 
-        Collective: all ranks of the group, unless `accumulates`.
+        Collective:
+            All ranks of the group, unless `accumulates`.
         """
         return False
 

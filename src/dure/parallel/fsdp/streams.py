@@ -51,7 +51,8 @@ __all__ = ["SideStreams", "side_streams"]
 class SideStreams:
     """The streams of one rank's device beside that of the computation (see the module's text).
 
-    Threads: one at a time: that of forward, or that of backward.
+    Threads:
+        One at a time: that of forward, or that of backward.
 
     Args:
         device: Whose streams.

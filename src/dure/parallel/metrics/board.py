@@ -61,8 +61,11 @@ class TensorBoardWriter:
     def write(self, **scalars: float) -> None:
         """Count a step; at every n-th one, write the split of those since, and `scalars`.
 
-        Collective: where not per rank, all ranks of the meter's group.
-        Cost: one all_gather of 8 numbers a rank at every n-th call; nothing at the others.
+        Collective:
+            Where not per rank, all ranks of the meter's group.
+
+        Cost:
+            One all_gather of 8 numbers a rank at every n-th call; nothing at the others.
         """
         self._num_calls += 1
         if self._num_calls % self._every:

@@ -101,9 +101,12 @@ class StepMeter:
     accumulation makes one step of several batches; without one, each batch is a step. Work
     between two loops over batches, such as an evaluation, is no part of any step.
 
-    Cost: some 15 microseconds a step; no communication but that of `report`.
-    Threads: one thread a rank runs the loop. A copy of a watched module has a meter that watches
-    nothing.
+    Cost:
+        Some 15 microseconds a step; no communication but that of `report`.
+
+    Threads:
+        One thread a rank runs the loop. A copy of a watched module has a meter that watches
+        nothing.
 
     Args:
         module: Is trained; None measures neither forward nor backward.
@@ -303,8 +306,11 @@ class StepMeter:
     def report(self, last: int | None = None) -> StepReport:
         """Compare the ranks: the medians of each one's kept steps, or of the last so many.
 
-        Collective: all ranks of the group, where there is one.
-        Cost: one all_gather of 8 numbers a rank.
+        Collective:
+            All ranks of the group, where there is one.
+
+        Cost:
+            One all_gather of 8 numbers a rank.
         """
         steps = self.steps(last)
         mine = median_split(steps)

@@ -163,7 +163,8 @@ def hook_with_zero_step_interleaved(
 class _Stepper:
     """Updates bucket by bucket; see the module's text.
 
-    Threads: called by the thread that runs backward, for one bucket after another.
+    Threads:
+        Called by the thread that runs backward, for one bucket after another.
     """
 
     def __init__(self, hook: Hook, ddp: Wrapped, zero: ZeroRedundancyOptimizer) -> None:

@@ -12,8 +12,9 @@ device are stored in one flat tensor, those of rank 0 first, and `p.data` is a v
 all_gather per flat tensor, in place, for any number of parameters. Parameters that overlap in
 memory cannot be side by side, and are refused.
 
-Cost: (m + 1) all_gathers with m large parameters on the fullest rank, or one a flat tensor; each
-rank sends what it owns, S/n bytes of S, and receives the rest.
+Cost:
+    (m + 1) all_gathers with m large parameters on the fullest rank, or one a flat tensor; each rank
+    sends what it owns, S/n bytes of S, and receives the rest.
 
 Ranks that share the parameters have nothing to send, for each has written to the shared memory:
     they
@@ -62,7 +63,8 @@ class ParameterAllGather:
         shared: The ranks of a host share the parameters.
         flat: Keep parameters side by side in flat tensors.
 
-    Collective: `run`, `start` and `wait`, on all ranks of the group in the same order.
+    Collective:
+        `run`, `start` and `wait`, on all ranks of the group in the same order.
     """
 
     def __init__(

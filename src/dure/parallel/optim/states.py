@@ -64,8 +64,11 @@ def gather_state(group: ProcessGroup, mine: State, to: int) -> list[State] | Non
     Returns:
         On `to`: the parts by rank, on the CPU, its own copied. None elsewhere.
 
-    Collective: all ranks of the group, with the same `to`.
-    Cost: one gather of a small object, and one message for each tensor of more than 1024 elements.
+    Collective:
+        All ranks of the group, with the same `to`.
+
+    Cost:
+        One gather of a small object, and one message for each tensor of more than 1024 elements.
     """
     outline = {number: dict(entry) for number, entry in mine.items()}
     tensors: list[torch.Tensor] = []

@@ -68,13 +68,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         optim: The local optimizer, on this rank's shard.
         state: The local optimizer's state: that of this rank's parameters.
 
-    Collective: construction, `step`, `add_param_group` and `consolidate_state_dict`, on all ranks
-    of the group in the same order.
-    Cost: a step's work and the state's memory are 1/n of the unsharded optimizer's; S/n bytes of S
-    are sent, in an all_gather of the updated parameters. With `host_shared_parameters`: two
+    Collective:
+        Construction, `step`, `add_param_group` and `consolidate_state_dict`, on all ranks of the
+        group in the same order.
+
+    Cost:
+        A step's work and the state's memory are 1/n of the unsharded optimizer's; S/n bytes of S
+        are sent, in an all_gather of the updated parameters. With `host_shared_parameters`: two
         barriers, nothing sent.
-    Numerics: bitwise those of the unsharded optimizer.
-    Threads: one thread a rank.
+
+    Numerics:
+        Bitwise those of the unsharded optimizer.
+
+    Threads:
+        One thread a rank.
 
     Raises:
         OptimizerError: Parameters that cannot be optimized, or cannot be shared.
@@ -170,7 +177,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Args:
             param_group: ``{"params": [...]}``, with options in place of the optimizer's defaults.
 
-        Collective: all ranks of the group, with the same parameters.
+        Collective:
+            All ranks of the group, with the same parameters.
         """
         if not self._ready:  # torch's constructor
             _check_layouts(param_group)
@@ -206,7 +214,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Returns:
             What the local optimizer's `step` returns: the closure's result, if there is one.
 
-        Collective: all ranks of the group. With ``overlap_with_ddp=True`` it does nothing.
+        Collective:
+            All ranks of the group. With ``overlap_with_ddp=True`` it does nothing.
         """
         if self.overlap_with_ddp:
             return None
@@ -277,7 +286,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def update_overlapped(self, parameters: Sequence[torch.Tensor]) -> None:
         """Update those of `parameters` that are this rank's, and start to send them.
 
-        Collective: all ranks of the group, with the same parameters.
+        Collective:
+            All ranks of the group, with the same parameters.
         """
         mine = [p for p in parameters if p in self._partition.mine]
         if mine:
@@ -287,7 +297,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def finish_overlapped(self, updated: set[torch.Tensor]) -> None:
         """Wait until all ranks have all new values; `updated` are the parameters of all buckets.
 
-        Collective: all ranks of the group.
+        Collective:
+            All ranks of the group.
         """
         self._all_gather.wait()
         if self._shared is not None and self._shared.barrier():
@@ -321,7 +332,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Args:
             to: Rank of the group.
 
-        Collective: all ranks of the group. See `states.gather_state` for the cost.
+        Collective:
+            All ranks of the group. See `states.gather_state` for the cost.
         """
         if to not in range(self.world_size):
             raise NotInGroupError(

@@ -94,7 +94,8 @@ CustomFunction = Callable[[Action, Batch], None]
 class Executor:
     """Carries out the actions of this rank.
 
-    Threads: one; a step at a time.
+    Threads:
+        One; a step at a time.
 
     Args:
         stages: Of this rank.

@@ -94,7 +94,8 @@ def pack(value: Any) -> PackedPytree:
     Of a DTensor this rank's part is taken, differentiably: the gradient that comes back is that of
     the part. Pending reductions (Partial) are carried out first, since their parts are no values.
 
-    Collective: all ranks of the mesh of a DTensor that is Partial.
+    Collective:
+        All ranks of the mesh of a DTensor that is Partial.
     """
     leaves, tree = pytree.tree_flatten(value)
     described: list[TensorLayout | _Other] = []

@@ -118,7 +118,8 @@ class Incoming:
 class StageTransfers:
     """The transfers of one rank with ranks of its group.
 
-    Threads: one.
+    Threads:
+        One.
 
     Args:
         group: The ranks of the pipeline.

@@ -71,8 +71,9 @@ def split_tensor(
     Raises:
         ShapeError: It has fewer than `chunks` along the dimension.
 
-    Collective: all ranks of the DTensor's mesh, if it is sharded along the dimension and the chunks
-    do not divide the rows of each rank.
+    Collective:
+        All ranks of the DTensor's mesh, if it is sharded along the dimension and the chunks do not
+        divide the rows of each rank.
     """
     size = tensor.size(spec.split_dim)
     if size < chunks:

@@ -124,7 +124,8 @@ class TiedParameters:
     def end(self, is_whole: bool) -> None:
         """Sum this step's gradients, if it `is_whole`; add those of earlier steps.
 
-        Collective: the ranks that have a parameter.
+        Collective:
+            The ranks that have a parameter.
         """
         for name, holders in self._holders.items():
             if is_whole and self._rank in holders:

@@ -136,7 +136,8 @@ class Context:
         gradients: Of this process's leaves, summed over backward passes.
         passes: The backward passes that this process takes part in.
 
-    Threads: any; graphs run one at a time.
+    Threads:
+        Any; graphs run one at a time.
     """
 
     def __init__(self, number: int) -> None:
@@ -317,7 +318,8 @@ class Contexts:
         me: This process.
         agent: Sends its messages.
 
-    Threads: any.
+    Threads:
+        Any.
     """
 
     def __init__(self, me: WorkerInfo, agent: RpcAgent) -> None:

@@ -140,7 +140,8 @@ class LocalGraph(Generic[Root]):
         received: The received nodes that a root reaches.
         unreached: The others.
 
-    Threads: one at a time.
+    Threads:
+        One at a time.
 
     Cost:
         Some microseconds a node, and at most one call of torch's engine a root.

@@ -80,7 +80,8 @@ def placement_like(parameter: torch.Tensor, weight: torch.Tensor, cut: Placement
 class LayerHooks:
     """The hooks before and after a layer or, while it runs, the module that wraps the layer.
 
-    Threads: as the layer.
+    Threads:
+        As the layer.
     """
 
     def __init__(

@@ -230,8 +230,11 @@ _LEAST_SUM = 2.0**-96
 def combine(norms: torch.Tensor, p: float, group: ProcessGroup) -> torch.Tensor:
     """Return the p-norm over a group's ranks of each of their norms, float64 [k].
 
-    Collective: all ranks of the group, with the same k.
-    Cost: one all_gather of 8 k bytes per rank.
+    Collective:
+        All ranks of the group, with the same k.
+
+    Cost:
+        One all_gather of 8 k bytes per rank.
     """
     gathered = norms.new_empty(group.size(), *norms.shape)
     group.all_gather_single(gathered, norms)
@@ -336,8 +339,11 @@ def norms_by_mesh(tensors: Sequence[torch.Tensor], p: float, in_total: bool) -> 
         p: The p of the norm.
         in_total: Combine the norms of each group, so that `values` is [1].
 
-    Collective: all ranks of the meshes.
-    Cost: for each group one all_gather along each axis that cuts its tensors, of 8 bytes for each
+    Collective:
+        All ranks of the meshes.
+
+    Cost:
+        For each group one all_gather along each axis that cuts its tensors, of 8 bytes for each
         tensor, or of 8 bytes if `in_total`.
     """
     groups: dict[Any, list[tuple[int, torch.Tensor]]] = defaultdict(list)

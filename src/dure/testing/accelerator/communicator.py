@@ -14,7 +14,8 @@ deadlocked, even if notes are old: assume that a wait of the circle has ended. T
 communicator after its own note, so q's wait had ended before p's; and so on around the circle, so
 that p's wait had ended before it ended.
 
-Cost: each rank reads all that any rank sends, through the store.
+Cost:
+    Each rank reads all that any rank sends, through the store.
 """
 
 from __future__ import annotations

@@ -367,9 +367,10 @@ class EngineGroup:
         NCCL runs what was launched for a pair of ranks in order, and a message ends only after both
         sides have started it: two ranks that send to each other first would wait forever.
 
-        Threads: calls of other threads wait until the block has ended. NCCL may wait for peers when
-        it starts a call (the first message to a peer opens a connection), and calls of other
-        threads wait in the meantime.
+        Threads:
+            Calls of other threads wait until the block has ended. NCCL may wait for peers when it
+            starts a call (the first message to a peer opens a connection), and calls of other
+            threads wait in the meantime.
         """
         with self._calls:
             if not self.in_stream or self._batch is not None:

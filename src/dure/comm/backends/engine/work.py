@@ -22,7 +22,8 @@ Gloo does not end a transfer that breaking off interrupts: it ends when its own 
 engine's destructor waits for it while it holds Python's lock. So an engine that was broken off with
 work pending is kept until that work has ended (`_kept`), or to the end of the process.
 
-Threads: every method of a request, from any thread, at any time.
+Threads:
+    Every method of a request, from any thread, at any time.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ for each host, one engine group for each rail, and one for all ranks. header.py 
 of every collective, collectives.py the others, messages.py point-to-point, creation.py the creation
 of the group, and state.py and control.py the loss of a rank, a host or a link.
 
-Threads: as the contract. Asynchronous collectives run on a thread of the group.
+Threads:
+    As the contract. Asynchronous collectives run on a thread of the group.
 """
 
 from __future__ import annotations

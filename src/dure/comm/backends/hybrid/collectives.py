@@ -33,8 +33,9 @@ A reduce_scatter is the same in one piece, with an all_to_all on the rails: rail
 of the ranks with local number j, j + L, ..., and hands them over where a host has more than L. What
 the other hosts get is folded first, and travels while this host's own is folded.
 
-Cost: between hosts each rail sends 2 (H-1)/H of its slices, so a host sends 2 (H-1)/H S in all,
-where plain Gloo sends that for every rank; a reduce sends S from each host to the root's.
+Cost:
+    Between hosts each rail sends 2 (H-1)/H of its slices, so a host sends 2 (H-1)/H S in all, where
+    plain Gloo sends that for every rank; a reduce sends S from each host to the root's.
 """
 
 from __future__ import annotations

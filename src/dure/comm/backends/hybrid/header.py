@@ -9,9 +9,10 @@ difference before the engine has moved a byte of user data.
 *Small* operations are complete then: every rank has the data of all. *Large* ones run their first
 step in shared memory while the leaders exchange headers (`begin`, then `settle`).
 
-Cost: two operations in shared memory and one all_gather of m headers between H leaders, where m is
-the largest number of ranks on a host; a header has 264 bytes and room for 64 to 1024 bytes of data,
-less with more ranks.
+Cost:
+    Two operations in shared memory and one all_gather of m headers between H leaders, where m is
+    the largest number of ranks on a host; a header has 264 bytes and room for 64 to 1024 bytes of
+    data, less with more ranks.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ also polls shared memory.
 
 The receive thread is started by the first receive that may concern other hosts.
 
-Cost: one more message of 32 bytes for every message between hosts; none inside a host.
+Cost:
+    One more message of 32 bytes for every message between hosts; none inside a host.
 """
 
 from __future__ import annotations

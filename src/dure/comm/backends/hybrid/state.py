@@ -17,7 +17,8 @@ barrier.
 **Two deaths.** The ranks of a host agree on the record in its segment: a rank that adopts a record
 first offers it to the segment, and then adopts the record there, its own or another's.
 
-Cost: one store into memory for each collective.
+Cost:
+    One store into memory for each collective.
 """
 
 from __future__ import annotations

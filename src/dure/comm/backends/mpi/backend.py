@@ -79,7 +79,8 @@ _RESERVED_TAGS = 3
 class MpiBackend:
     """One rank's part of a group over MPI; the contract is that of `Backend`.
 
-    Threads: as the contract; see `mpi.progress`.
+    Threads:
+        As the contract; see `mpi.progress`.
     """
 
     name = "mpi"

@@ -7,7 +7,8 @@ The headers of all operations use the same memory and the same persistent reques
 because a group's collectives run one after another, and MPI keeps the order of messages between two
 ranks: a peer is at most one operation ahead.
 
-Cost: each rank sends n - 1 messages of `HEADER` bytes; one step.
+Cost:
+    Each rank sends n - 1 messages of `HEADER` bytes; one step.
 """
 
 from __future__ import annotations

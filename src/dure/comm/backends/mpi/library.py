@@ -3,9 +3,10 @@
 mpi4py contains no MPI: its wheel finds that of the machine (Open MPI, MPICH, Intel MPI) when it is
 imported. Dure starts MPI; mpi4py ends it when the process ends.
 
-Threads: Dure calls MPI only while it holds `Library.lock`, so MPI_THREAD_SERIALIZED is enough; a
-program that also calls MPI itself, from another thread, needs MPI_THREAD_MULTIPLE, which mpi4py
-requests by default (`mpi4py.rc`).
+Threads:
+    Dure calls MPI only while it holds `Library.lock`, so MPI_THREAD_SERIALIZED is enough; a program
+    that also calls MPI itself, from another thread, needs MPI_THREAD_MULTIPLE, which mpi4py
+    requests by default (`mpi4py.rc`).
 """
 
 from __future__ import annotations

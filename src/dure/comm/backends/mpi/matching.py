@@ -4,9 +4,11 @@ A receive may probe for its message if no earlier one that waits could take it. 
 these are, for a receive from one source, those from that source and those from any; for a receive
 from any source, all. So there is a queue of numbers for each source and tag, and one for each tag.
 
-Cost: constant for each call, however many receives wait.
+Cost:
+    Constant for each call, however many receives wait.
 
-Threads: one at a time.
+Threads:
+    One at a time.
 """
 
 from __future__ import annotations

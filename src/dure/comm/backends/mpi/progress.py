@@ -21,7 +21,8 @@ be interrupted, and has a limit.
 A communicator that was left is kept until the process ends: MPI cannot cancel a message to it, and
 might deliver the message to the next group to which it gives the same number.
 
-Threads: every method, from any thread; `Library.lock` guards everything.
+Threads:
+    Every method, from any thread; `Library.lock` guards everything.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ Notes in csrc/core describe the calls: "Segment" (segment.h), "Order of calls" (
 (all_reduce.cpp), "Rounds" (move.cpp), "Streaming" (copying.h), "Symmetric heap" (symmetric_heap.h).
 This module turns tensors into addresses and lengths, and outcomes into exceptions.
 
-Threads: calls, requests and `close` from any thread at any time. A child process that was forked
-after the group was made must not use it.
+Threads:
+    Calls, requests and `close` from any thread at any time. A child process that was forked after
+    the group was made must not use it.
 """
 
 from __future__ import annotations

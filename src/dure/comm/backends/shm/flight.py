@@ -21,7 +21,8 @@ _RUNNING, _OK = -1, 0
 class EngineFlight:
     """What one rank did lately in one group (a `trace.record.RecordSource`).
 
-    Threads: `records` may be called from any thread, and from a signal handler, at any time.
+    Threads:
+        `records` may be called from any thread, and from a signal handler, at any time.
     """
 
     def __init__(self, group: Group, options: BackendOptions) -> None:

@@ -15,8 +15,9 @@ wait (`BackendOptions.eager_bytes`) it adds the tensor itself.
 permanently: pending and later ones raise the error of one abort record. Messages between ranks that
 have not left continue; messages that a rank sent before it left in order can still be received.
 
-Threads: `lock` guards every field. Data are moved outside it. A thread that ends without leaving
-the group is a missing rank: its peers time out.
+Threads:
+    `lock` guards every field. Data are moved outside it. A thread that ends without leaving the
+    group is a missing rank: its peers time out.
 """
 
 from __future__ import annotations

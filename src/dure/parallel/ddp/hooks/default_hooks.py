@@ -63,7 +63,8 @@ def allreduce_hook(
     Returns:
         A future of the averaged bucket.
 
-    Cost: S bytes, one all_reduce a bucket.
+    Cost:
+        S bytes, one all_reduce a bucket.
 
     Example:
         ```python
@@ -108,7 +109,8 @@ def fp16_compress_hook(
     Returns:
         A future of the averaged bucket.
 
-    Cost: S/2 bytes of float32 gradients, one all_reduce a bucket; two passes over it.
+    Cost:
+        S/2 bytes of float32 gradients, one all_reduce a bucket; two passes over it.
 
     Example:
         ```python
@@ -133,7 +135,8 @@ def bf16_compress_hook(
     Returns:
         A future of the averaged bucket.
 
-    Cost: S/2 bytes of float32 gradients, one all_reduce a bucket; two passes over it.
+    Cost:
+        S/2 bytes of float32 gradients, one all_reduce a bucket; two passes over it.
 
     Example:
         ```python

@@ -35,7 +35,8 @@ class PostLocalSGDState:
     Attributes:
         iter: Steps so far.
 
-    Collective: construction without `subgroup` makes groups; all ranks of the job.
+    Collective:
+        Construction without `subgroup` makes groups; all ranks of the job.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ def post_localSGD_hook(
     Returns:
         A future of the averaged bucket.
 
-    Cost: S bytes, one all_reduce a bucket, over the group whose turn it is.
+    Cost:
+        S bytes, one all_reduce a bucket, over the group whose turn it is.
 
     Example:
         ```python

@@ -292,9 +292,12 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     Returns:
         A future of the averaged bucket.
 
-    Cost: two all_reduces a bucket, of rest + r sum(n) and of r sum(m) elements; 4 r n m
-    multiplications a matrix; memory for E (as the gradients) and Q.
-    Numerics: bitwise the same on all ranks.
+    Cost:
+        Two all_reduces a bucket, of rest + r sum(n) and of r sum(m) elements; 4 r n m
+        multiplications a matrix; memory for E (as the gradients) and Q.
+
+    Numerics:
+        Bitwise the same on all ranks.
 
     Example:
         ```python
@@ -346,8 +349,11 @@ def batched_powerSGD_hook(
         state: One for all buckets of a module.
         bucket: The gradients, k of them.
 
-    Cost: two all_reduces a bucket, of r s elements each, with s = ceil(sqrt(k)).
-    Numerics: bitwise the same on all ranks.
+    Cost:
+        Two all_reduces a bucket, of r s elements each, with s = ceil(sqrt(k)).
+
+    Numerics:
+        Bitwise the same on all ranks.
 
     Returns:
         A future of the averaged bucket.
@@ -395,7 +401,8 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> torch.Tensor:
     Returns:
         [b, n, r], of the same dtype; computed in float32 at least.
 
-    Cost: 2 n r^2 multiplications a matrix.
+    Cost:
+        2 n r^2 multiplications a matrix.
     """
     dtype = matrices.dtype
     wide = matrices.float() if dtype.itemsize < 4 else matrices

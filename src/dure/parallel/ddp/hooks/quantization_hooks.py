@@ -44,7 +44,8 @@ def quantization_pertensor_hook(
     Returns:
         A future of the averaged bucket.
 
-    Cost: S/4 + 8 bytes sent by each rank and read by every other, in one all_gather.
+    Cost:
+        S/4 + 8 bytes sent by each rank and read by every other, in one all_gather.
 
     Example:
         ```python
@@ -70,7 +71,8 @@ def quantization_perchannel_hook(
         bucket: The gradients.
         bucket_size: Numbers that share a scale.
 
-    Cost: S/4 + 8 bytes a scale sent by each rank and read by every other, in one all_gather.
+    Cost:
+        S/4 + 8 bytes a scale sent by each rank and read by every other, in one all_gather.
 
     Returns:
         A future of the averaged bucket.
