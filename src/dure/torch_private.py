@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.errors import TorchVersionError
-
-OLDEST, NEWEST = "2.11", "2.14"
-"""The minor versions of torch that the tests have passed with; pyproject.toml has the same."""
+from dure.version import NEWEST_TORCH as NEWEST
+from dure.version import OLDEST_TORCH as OLDEST
 
 NAMES: list[str] = []
 """The path of every name that `_find` has looked up."""

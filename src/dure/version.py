@@ -22,6 +22,9 @@ PROTOCOL = 15
 share: messages of rendezvous, stores, launchers and RPC, and the layout of the native engine's
 shared memory (csrc/core/layout.h, which is compiled with this number)."""
 
+OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.15"
+"""The minor versions of torch that the tests have passed with; pyproject.toml has the same."""
+
 try:
     from dure._build import VERSION as _built  # pyright: ignore
 except ImportError:

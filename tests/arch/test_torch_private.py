@@ -195,7 +195,7 @@ except ImportError as error:
     assert "torch 2.99.0" in said
     assert "torch._C._is_alias_of" in said
     assert "torch._C._dynamo.eval_frame._FrameAction" in said
-    assert "2.11 to 2.14" in said
+    assert "2.11 to 2.15" in said
 
 
 def test_versions_are_those_of_the_requirement():

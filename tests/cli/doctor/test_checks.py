@@ -72,7 +72,9 @@ def orphans(*infos: dict[str, Any]) -> dict[str, Any]:
     [
         *((check, {}, OK) for check in (*checks.CHECKS, gpus) if check is not checks.keys),
         (checks.versions, {"metadata.version": "2.4.1+cu1"}, PROBLEM),
-        (checks.versions, {"metadata.version": "2.14.0"}, WARNING),
+        (checks.versions, {"metadata.version": "2.10.9"}, PROBLEM),
+        (checks.versions, {"metadata.version": "2.15.3+cpu"}, OK),
+        (checks.versions, {"metadata.version": "2.16.0"}, WARNING),
         (checks.versions, {"platform.release": "4.18.0-el8"}, WARNING),
         (checks.cores, {"cpu_quota": 8.0}, OK),
         (checks.cores, {"usable_cores": 2}, WARNING),

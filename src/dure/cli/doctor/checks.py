@@ -37,6 +37,7 @@ from dure.launch.ranks.limits import available_memory
 from dure.store.key import key_from_file, user_key_path
 from dure.store.system import control_groups, cpu_quota, kernel_text
 from dure.trace.logs import size_text
+from dure.version import NEWEST_TORCH, OLDEST_TORCH
 
 MARK = "DURE-DOCTOR "
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -87,12 +88,12 @@ def versions() -> Findings:
     shown = ", ".join(f"{name} {number}" for name, number in found.items())
     yield fine("versions", f"Python {platform.python_version()}, {shown}")
     torch = found.get("torch", "")
-    if _numbers(torch) < (2, 11):
-        seen = f"{torch} is older than 2.11" if torch else "not installed"
+    if _numbers(torch) < _numbers(OLDEST_TORCH):
+        seen = f"{torch} is older than {OLDEST_TORCH}" if torch else "not installed"
         yield problem("torch", seen, "pip install --upgrade torch")
-    elif _numbers(torch) >= (2, 14):
-        seen = f"{torch} is newer than 2.13, the newest that the tests have passed with"
-        yield warning("torch", seen, "pip install 'torch<2.14'")
+    elif _numbers(torch)[:2] > _numbers(NEWEST_TORCH):
+        seen = f"{torch} is newer than {NEWEST_TORCH}, the newest that the tests have passed with"
+        yield warning("torch", seen, f"pip install 'torch=={NEWEST_TORCH}.*'")
     if text := checkout_note(dure.__version__, commit()):
         yield note("checkout", text, "Install it again: `make setup`, or `pip install -e .`.")
     text = f"{platform.system()} {platform.release()} on {platform.machine()}"
