@@ -173,7 +173,8 @@ def modules_open_with_prose() -> FAULTS:
 
 def examples_explain_themselves() -> FAULTS:
     """An example is short, begins with prose, and shows its command."""
-    for path in sorted((ROOT / "examples").glob("[0-9]*.py")):
+    folder = ROOT / "examples"
+    for path in sorted([*folder.glob("[0-9]*.py"), *folder.glob("recipes/*.py")]):
         lines = path.read_text().splitlines()
         if len(lines) >= 150:
             yield f"{shown(path)}: {len(lines)} lines, at most 149"

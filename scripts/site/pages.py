@@ -21,6 +21,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [
     *sorted((ROOT / "examples").glob("*.py")),
+    *sorted((ROOT / "examples/recipes").glob("*.py")),
     *(ROOT / f"examples/llm/{name}.py" for name in ("train", "model")),
     *sorted((ROOT / "examples/clients").glob("*.py")),
 ]

@@ -1,7 +1,7 @@
 """Every example runs to its end with more ranks and under torchrun; each checks its own results.
 
-`.ci/run` runs each with two ranks, as their texts say. Here, in the drill (`make drill`), also with
-three and four, where rings and grids look different, and under torchrun.
+`.ci/run` runs each as its text says, with two ranks or more. Here, in the drill (`make drill`),
+also with three and four, where rings and grids look different, and under torchrun.
 """
 
 import os
@@ -13,7 +13,8 @@ import pytest
 
 from tests.waiting import PATIENCE_S
 
-ALL = sorted((Path(__file__).parents[3] / "examples").glob("[0-9]*.py"))
+EXAMPLES = Path(__file__).parents[3] / "examples"
+ALL = sorted([*EXAMPLES.glob("[0-9]*.py"), *EXAMPLES.glob("recipes/*.py")])
 STARTS: dict[str, tuple[str, ...]] = {
     f"{n} ranks": ("dure.cli", "run", "--nproc", f"{n}", "--keep-going") for n in (2, 3, 4)
 }
