@@ -358,12 +358,18 @@ class _GroupCreation:
             if not getattr(backend, "compares_calls", False) and verify.wanted(options):
                 backend = verify.VerifyingBackend(backend, options)
             self._built[name] = backend
+        deaths = _MemberDeaths(self.watched, list(self._built.values()))
+        for backend in self._built.values():
+            watch = getattr(backend, "watch", None)
+            if watch is not None:
+                watch(deaths)
         chosen = parse_backend(self.spec.backend)
         return {d: serving(self._built[name], d, self.rank) for d, name in chosen.items()}
 
     def complete(self) -> ProcessGroup:
         store = PrefixStore(f"group/{self.spec.name}/{self.gathering.number}", self._store)
         self._group = ProcessGroup(self.spec, self.rank, self.build(), store, self._second)
+        self.watched.is_made = True
         return self._group
 
     def _second(self, name: str) -> dict[str, Backend]:
@@ -378,7 +384,9 @@ class _GroupCreation:
             _exchange([twin])
             twin.check()
             twin.connect()
-            return twin.build()
+            built = twin.build()
+            twin.watched.is_made = True
+            return built
         except BaseException as error:
             _withdraw([twin], error)
             raise
@@ -473,7 +481,7 @@ class WatchedStore(PrefixStore):
     ) -> None:
         super().__init__(f"group/{spec.name}/0", store)
         self._spec, self._rank, self._members = spec, rank, members
-        self._is_published = False
+        self._is_published = self.is_made = False
 
     def use_attempt(self, number: int) -> None:
         """Use the keys of the attempt in which all came: those of others may have been left."""
@@ -515,6 +523,11 @@ class WatchedStore(PrefixStore):
                 raise
         return here
 
+    def has_ended(self, rank: int) -> bool:
+        """Return whether the process of a member on this host has ended."""
+        ours = (process for process, peer in self._processes.items() if peer == rank)
+        return any(alive(process) is False for process in ours)
+
     def look(self) -> None:
         """Raise if a member's process on this host has ended, or a member has failed."""
         for process, peer in self._processes.items():
@@ -546,18 +559,39 @@ class WatchedStore(PrefixStore):
 
     def ended(self, peer: int) -> PeerLost:
         """Return the error for a member whose process has ended."""
-        assert self._members is not None
-        member = self._members[self._spec.global_ranks[peer]]
+        global_rank = self._spec.global_ranks[peer]
+        member = None if self._members is None else self._members[global_rank]
+        when = "" if self.is_made else " before the group was made"
+        pid = "" if member is None else f", pid {member.pid}"
         return PeerLost(
-            f"the process of rank {peer} ended before the group was made",
+            f"the process of rank {peer} ended{when}",
             group=self._spec.name,
             world_size=len(self._spec.global_ranks),
             peer=peer,
-            pid=member.pid,
-            host=member.host,
-            seen=f"global rank {self._spec.global_ranks[peer]}, pid {member.pid}",
+            pid=None if member is None else member.pid,
+            host=None if member is None else member.host,
+            seen=f"global rank {global_rank}{pid}",
             fix="Make the group of ranks that live: dure.shrink() finds them.",
         )
+
+
+class _MemberDeaths:
+    """How the members of a group know of deaths: by a backend that watches them, or the kernel.
+
+    See `engine.watchdog.Deaths`.
+    """
+
+    def __init__(self, store: WatchedStore, backends: Sequence[Backend]) -> None:
+        self._store = store
+        self._asked = [lost for b in backends if (lost := getattr(b, "lost", None)) is not None]
+
+    def has_died(self, rank: int) -> bool:
+        if self._asked:
+            return any(lost(rank) for lost in self._asked)
+        return self._store.has_ended(rank)
+
+    def error(self, rank: int) -> PeerLost:
+        return self._store.ended(rank)
 
 
 def forget_keys(group: ProcessGroup, rendezvous: Rendezvous) -> None:

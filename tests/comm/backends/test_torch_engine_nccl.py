@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from contextlib import suppress
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -115,7 +117,7 @@ class NotNccl:
 def not_nccl(monkeypatch):
     monkeypatch.setattr(torch_engine, "ProcessGroupNCCL", NotNccl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", None)  # no group changes the current device
     module = SimpleNamespace(current_stream=Stream)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(Stream, "log", [])
@@ -259,6 +261,43 @@ def test_nccl_asks_each_of_many_pending_works_a_few_times(not_nccl):
     for _ in range(150):
         group.run(Call(op="all_reduce", inputs=(t,), reduction=ReduceOp.SUM), True)
     assert len(group._collectives) < 160  # those that are over were dropped
+
+
+def test_nccl_work_that_a_graph_captures_is_asked_nothing(not_nccl, monkeypatch):
+    """The end of captured work cannot be asked for, and to ask breaks the capture."""
+    module = SimpleNamespace(current_stream=Stream, is_current_stream_capturing=lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    group, t = torch_engine.create_nccl(options(size=2)), torch.ones(2)
+    for _ in range(20):
+        group.run(Call(op="all_reduce", inputs=(t,), reduction=ReduceOp.SUM), False)
+        group.send(t, 1, 0, True).wait()
+    assert not group._collectives
+    assert [work.asked for work in group._engine._engine.works] == [0] * 40
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "2"), ("1", "2"), ("3", "3"), ("0", "0")])
+def test_nccl_own_watchdog_comes_after_ours_and_ends_no_process(not_nccl, monkeypatch, given, seen):
+    """Unless the program wants that; "1" is what the launcher sets, for stock PyTorch."""
+    name, found = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+
+    class Reads(NotNccl):
+        def __init__(self, store, rank, size, settings):
+            super().__init__(store, rank, size, settings)
+            found.append((os.environ.get(name), settings._timeout))
+
+        def _set_default_timeout(self, timeout):
+            found.append(timeout)
+
+    monkeypatch.setattr(torch_engine, "ProcessGroupNCCL", Reads)
+    made = options(size=2)
+    group = torch_engine.create_nccl(made)
+    group.set_timeout(timedelta(seconds=5))
+    minute = timedelta(minutes=1)
+    assert found == [(seen, made.timeout + minute), timedelta(seconds=65)]
+    assert os.environ.get(name) == given
 
 
 def test_nccl_refusal_of_a_shared_gpu_is_a_device_error():

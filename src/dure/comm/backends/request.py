@@ -142,6 +142,14 @@ def current_stream(device: torch.device) -> Any:
     return torch.get_device_module(device).current_stream(device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream of a device is captured in a graph of the device."""
+    import torch  # lazy: requests are made without torch, too
+
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and ask()
+
+
 def used_in_stream(memory: torch.Tensor) -> None:
     """Keep freed `memory` from reuse until the current stream, too, is done with it.
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from dure import env
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.group import EngineGroup
 from dure.comm.backends.engine.work import EngineState, EngineWork
@@ -50,6 +51,13 @@ _ADDRESS = "engine/address"
 _UNCONNECTED = "engine/unconnected"
 """Set by the first rank that could not connect, so that the others stop waiting."""
 _OF_A_PEER = (CommTimeout, PeerLost)
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_END_PROCESS = "1"
+"""What torch's watchdog of NCCL does after an error: the launcher's value, for stock PyTorch."""
+_ABORT_ONLY = "2"
+"""The same, for Dure's groups: abort the communicators."""
+_WATCHDOG_MARGIN = timedelta(seconds=60)
+"""By how much Dure's watchdog is earlier than torch's (engine/watchdog.py)."""
 ENGINE_OPS = {
     name: getattr(c10d.ReduceOp, name)
     for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
@@ -190,14 +198,19 @@ class _Nccl(EngineCalls):
         device_type: str,
         options: BackendOptions,
         store: _StoreBridge,
+        margin: timedelta,
     ) -> None:
         super().__init__(engine, options)
+        self._margin = margin
         self.name, self.device_types = name, frozenset({device_type})
         self._store = store  # see `_StoreBridge`
         self._device = options.device_id or torch.device(device_type)
 
     def barrier(self) -> EngineWork:
         return self._engine.allreduce([torch.zeros(1, dtype=torch.uint8, device=self._device)])
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout + self._margin)
 
     def leave(self) -> None:
         self._engine.shutdown()
@@ -428,7 +441,9 @@ def create_gloo(options: BackendOptions) -> EngineGroup:
 
 
 def create_nccl(options: BackendOptions) -> EngineGroup:
-    """Make this rank's part of an NCCL group; every rank must do so, with its device set.
+    """Make this rank's part of an NCCL group; every rank must do so.
+
+    The current device stays as it is. NCCL uses the device of the tensors that it is passed.
 
     Raises:
         UsageError: Torch has no NCCL (a CPU build), or there is no CUDA device.
@@ -440,15 +455,24 @@ def create_nccl(options: BackendOptions) -> EngineGroup:
         raise UsageError(
             "the nccl backend cannot run here", seen=why, fix="Use shm or gloo for CPU tensors."
         )
-    if options.device_id is not None:
-        torch.cuda.set_device(options.device_id)
     given = options.pg_options
     settings = given if isinstance(given, cls.Options) else cls.Options()
-    return connect_nccl(cls, settings, options, "nccl", "cuda")
+    handling = env.text(_ERROR_HANDLING)
+    if handling in (None, _END_PROCESS):  # else the program's choice
+        env.put(_ERROR_HANDLING, _ABORT_ONLY)
+    try:
+        return connect_nccl(cls, settings, options, "nccl", "cuda", _WATCHDOG_MARGIN)
+    finally:
+        env.put(_ERROR_HANDLING, handling)
 
 
 def connect_nccl(
-    cls: Any, settings: Any, options: BackendOptions, name: str, device_type: str
+    cls: Any,
+    settings: Any,
+    options: BackendOptions,
+    name: str,
+    device_type: str,
+    margin: timedelta = timedelta(0),
 ) -> EngineGroup:
     """Make a group of torch's class for NCCL, or of another class with its methods.
 
@@ -458,15 +482,16 @@ def connect_nccl(
         options: Of the group.
         name: Of the backend.
         device_type: The devices whose tensors it takes.
+        margin: How much longer than the group's timeout the engine waits by itself.
 
     Raises:
         CommError: A rank did not call, or could not be connected to.
     """
-    settings._timeout = options.timeout
+    settings._timeout = options.timeout + margin
     store = _StoreBridge(options.store)
     make = lambda: cls(store, options.rank, options.size, settings)  # noqa: E731
     engine = _connect(name, make, options)
-    return EngineGroup(_Nccl(engine, name, device_type, options, store), options)
+    return EngineGroup(_Nccl(engine, name, device_type, options, store, margin), options)
 
 
 def _connect(name: str, make: Callable[[], Engine], options: BackendOptions) -> Engine:

@@ -32,6 +32,7 @@ from msgspec import structs
 from dure import env
 from dure.comm.backends.abort import AbortRecord, GroupState
 from dure.comm.backends.base import Backend, BackendOptions
+from dure.comm.backends.engine.watchdog import Deaths
 from dure.comm.backends.header import Header, difference
 from dure.comm.backends.queue import OrderedQueue
 from dure.comm.backends.request import Request
@@ -153,6 +154,12 @@ class VerifyingBackend:
         """See `EngineGroup.together`."""
         with self._engine, getattr(self._inner, "together", nullcontext)():
             yield
+
+    def watch(self, deaths: Deaths) -> None:
+        """See `EngineGroup.watch`."""
+        watch = getattr(self._inner, "watch", None)
+        if watch is not None:
+            watch(deaths)
 
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
         return self._inner.allocate(nbytes, node_shared)

@@ -614,7 +614,8 @@ class GroupCore:
     def close(self, abort: bool = False) -> None:
         """Leave the group: pending operations end with `Aborted`, later calls raise `UsageError`.
 
-        Operations over NCCL are waited for instead, unless `abort` is set.
+        Operations over NCCL are waited for instead, unless `abort` is set, also in another thread
+        in the meantime.
 
         A forked child only forgets it: the connections are its parent's.
 
@@ -622,7 +623,7 @@ class GroupCore:
             abort: If True, close connections at once, and ignore errors. If False, peers may still
                 complete the last common operation, and an error of the backend is raised.
         """
-        if self.closed:
+        if self.closed and not abort:
             return
         with self._channel_lock:
             for group in self._channels:
@@ -634,7 +635,9 @@ class GroupCore:
         if self._forks != num_forks():
             return
         first: DureError | None = None
-        for backend in {id(b): b for g in self._channels for b in g._backends.values()}.values():
+        backends = {id(b): b for g in self._channels for b in g._backends.values()}.values()
+        # Members that still wait for operations in streams see by the others that this rank lives.
+        for backend in sorted(backends, key=lambda b: not getattr(b, "in_stream", False)):
             try:
                 backend.close(abort)
             except DureError as e:

@@ -213,6 +213,8 @@ class Communicator:
                     self._store.deleteKey(f"{key}/read")
             except StoreTimeout:
                 continue
+            except PeerLost:  # NCCL does not notice that; the launches wait, as over NCCL
+                return
             except DureError as error:
                 self._lose(peer, str(error))
                 return

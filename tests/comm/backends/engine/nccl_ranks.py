@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import dure as dist
-from dure.errors import Aborted, CommTimeout
+from dure.errors import Aborted, CommTimeout, PeerLost
 from dure.testing.accelerator import Stream
 from tests.testing.accelerator import simulated_ranks
 from tests.testing.accelerator.simulated_ranks import host_values, late
@@ -185,4 +187,154 @@ def case_a_group_whose_peer_is_missing_is_left_with_an_error(rank: int, size: in
         with pytest.raises(CommTimeout) as caught:
             dist.destroy_process_group(group)
         assert caught.value.missing == (1,)
+    dist.all_gather_object([None, None], rank)
+
+
+# ---- the watchdog --------------------------------------------------------------------------------
+
+
+def run_with_limit(names: list[str]) -> dict[str, str]:
+    """Run cases on this rank, which ends if they hang: no other rank would end it."""
+    limit = threading.Timer(min(PATIENCE_S, 40), os._exit, (1,))
+    limit.daemon = True
+    limit.start()
+    return run(names)
+
+
+def _die() -> None:
+    os._exit(0)
+
+
+def _made(group: Any = None) -> None:
+    """Make the group's communicator, and wait until all ranks have."""
+    dist.all_reduce(late(1.0), group=group)
+    torch.get_device_module("sim").synchronize()
+    dist.all_gather_object([None] * dist.get_world_size(), dist.get_rank())
+
+
+def _abandoned(group: Any) -> bool:
+    """Return whether the communicator was aborted, waiting for it."""
+    engine = group._backends["sim"]._engine._engine
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        if isinstance(engine._communicators["all"].error, Aborted):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _lost(error: Any) -> tuple[int | None, int | None, str]:
+    return error.peer, error.rank, error.op
+
+
+def case_death_is_an_error_of_pending_operations_and_later_ones(rank: int, size: int) -> None:
+    _made()
+    if rank == 1:
+        _die()
+    group: Any = dist.group.WORLD
+    work = dist.all_reduce(late(1.0), async_op=True)
+    assert work is not None
+    assert _abandoned(group)
+    for call in (work.wait, lambda: dist.all_reduce(late(1.0)), lambda: work.wait(1.0)):
+        with pytest.raises(PeerLost) as caught:
+            call()
+        assert _lost(caught.value) == (1, 0, "all_reduce")
+    assert caught.value.pid and "ended" in str(caught.value)
+
+
+def case_death_ends_a_host_that_waits_for_the_device(rank: int, size: int) -> None:
+    """As `item()` does: it returns, with whatever the memory has."""
+    _made()
+    if rank == 1:
+        _die()
+    t = late(1.0)
+    dist.all_reduce(t)
+    t.tolist()
+    with pytest.raises(PeerLost):
+        dist.all_reduce(t)
+
+
+def case_death_ends_a_host_that_makes_a_communicator(rank: int, size: int) -> None:
+    dist.all_gather_object([None, None], rank)
+    if rank == 1:
+        _die()
+    with pytest.raises(PeerLost) as caught:
+        dist.all_reduce(late(1.0))
+    assert _lost(caught.value) == (1, 0, "all_reduce")
+
+
+def case_death_ends_destroy_process_group(rank: int, size: int) -> None:
+    group: Any = dist.new_group([0, 1])
+    _made(group)
+    if rank == 1:
+        _die()
+    dist.all_reduce(late(1.0), group=group, async_op=True).disown()
+    dist.destroy_process_group(group)
+
+
+def case_death_is_known_to_a_group_without_cpu_tensors(rank: int, size: int) -> None:
+    group: Any = dist.new_group([0, 1], backend="sim:simulated_nccl")
+    _made(group)
+    if rank == 1:
+        _die()
+    dist.all_reduce(late(1.0), group=group)
+    assert _abandoned(group)
+    with pytest.raises(PeerLost) as caught:
+        dist.all_reduce(late(1.0), group=group)
+    assert _lost(caught.value) == (1, 0, "all_reduce")
+
+
+def case_death_after_leaving_is_none(rank: int, size: int) -> None:
+    """What rank 1 took part in before it left ends, and gives its values."""
+    groups: Any = [dist.new_group([0, 1], backend="sim:simulated_nccl") for _ in range(2)]
+    for group in groups:
+        _made(group)
+    t = late(rank + 1.0)
+    work = dist.all_reduce(t, group=groups[0], async_op=True)
+    if rank == 1:
+        dist.destroy_process_group()
+        _die()
+    time.sleep(2)
+    assert not groups[0]._backends["sim"]._state.record
+    work.wait()
+    assert t.tolist() == [3.0] * 3
+
+
+def case_a_late_peer_ends_operations_that_no_host_waits_for(rank: int, size: int) -> None:
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+    _made(group)
+    if rank == 0:
+        dist.all_reduce(late(1.0), group=group)
+        assert _abandoned(group)
+        with pytest.raises(CommTimeout) as caught:
+            dist.all_reduce(late(1.0), group=group)
+        assert caught.value.missing == (1,)
+    dist.all_gather_object([None, None], rank)
+
+
+def case_operations_that_have_ended_are_not_late(rank: int, size: int) -> None:
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+    _made(group)
+    work = dist.all_reduce(late(1.0), group=group, async_op=True)
+    dist.all_reduce(late(1.0), group=group)
+    torch.get_device_module("sim").synchronize()
+    time.sleep(2.5)
+    assert work is not None
+    work.wait()
+    dist.all_reduce(late(1.0), group=group)
+    dist.all_gather_object([None, None], rank)
+
+
+def case_a_group_that_is_being_destroyed_may_be_aborted(rank: int, size: int) -> None:
+    """By another thread."""
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    _made(group)
+    if rank == 0:
+        dist.all_reduce(late(1.0), group=group, async_op=True).disown()
+        timer = threading.Timer(0.3, group.abort)
+        timer.start()
+        began = time.monotonic()
+        dist.destroy_process_group(group)
+        timer.join()
+        assert time.monotonic() - began < PATIENCE_S / 2
     dist.all_gather_object([None, None], rank)

@@ -27,7 +27,9 @@ from weakref import WeakSet
 import msgspec
 import torch
 
+from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.engine.watchdog import GRACE_S, SLACK_S, Deaths, look_after
 from dure.comm.backends.engine.wire import WireTensor, as_wire
 from dure.comm.backends.engine.work import (
     BatchedWork,
@@ -38,10 +40,16 @@ from dure.comm.backends.engine.work import (
     drop_engines,
     keep_engine,
 )
-from dure.comm.backends.request import Request, current_stream, finished, used_in_stream
+from dure.comm.backends.request import (
+    Request,
+    current_stream,
+    finished,
+    is_capturing,
+    used_in_stream,
+)
 from dure.comm.call import Call
 from dure.comm.reduction import as_bytes, joined, reduce_in_order
-from dure.errors import DureError, UsageError
+from dure.errors import DureError, PeerLost, UsageError
 
 if TYPE_CHECKING:
     from dure.comm.backends.torch_engine import EngineCalls
@@ -82,6 +90,11 @@ class EngineGroup:
         self._calls = threading.RLock() if engine.in_stream else nullcontext()
         self._batch: BatchedWork | None = None
         self._engine: EngineCalls | None = engine
+        self._leaving: EngineCalls | None = None  # while `close` waits for operations to end
+        self._deaths: Deaths | None = None
+        self._departed: set[int] = set()  # ranks whose process has ended after they had left
+        self._end_at: float | None = None  # when the communicators are aborted
+        self._timeout_s = options.timeout.total_seconds()
         self._op_timeout = options.op_timeout
         self._exits: ExitRecords | None = None
         if options.op_timeout is None:
@@ -112,14 +125,30 @@ class EngineGroup:
         """
         work = self._begin(call.op, start)
         tensors = (*call.inputs, *call.outputs)
-        request = CollectiveRequest(
-            self._state, call.op, work, copy_back, self._stream_device(*tensors)
-        )
-        self._keep(request)
+        request = self._request(call.op, work, copy_back, self._stream_device(*tensors))
         if async_op:
             return request
         request.wait()
         return None
+
+    def _request(
+        self,
+        op: str,
+        work: Any,
+        copy_back: Callable[[], object] | None,
+        device: torch.device | None,
+        peer: int | None = None,
+    ) -> CollectiveRequest:
+        """Make a request, and keep it until the engine is done with it.
+
+        Of work that is captured in a CUDA graph nothing may be asked, and torch keeps its memory.
+        """
+        is_kept = device is None or not is_capturing(device)
+        is_watched = is_kept and self._deaths is not None
+        request = CollectiveRequest(self._state, op, work, copy_back, device, peer, is_watched)
+        if is_kept:
+            self._keep(request)
+        return request
 
     def _stream_device(self, *tensors: torch.Tensor) -> torch.device | None:
         """Return the device whose streams order the work; None: waiting blocks the host."""
@@ -146,9 +175,7 @@ class EngineGroup:
             with self._calls:  # so that the batch is this thread's
                 work = self._begin(op, start, peer)
                 waited: Any = work if self._batch is None else self._batch
-            request = CollectiveRequest(self._state, op, waited, None, tensor.device, peer)
-            self._keep(request)
-            return request
+            return self._request(op, waited, None, tensor.device, peer)
         work = self._begin(op, start, peer)
         request = MessageRequest(self._state, op, work, peer, self._op_timeout)
         self._messages.add(request)
@@ -158,17 +185,20 @@ class EngineGroup:
         began = time.monotonic()
         try:
             with self._calls:
-                if self._engine is None:
-                    raise RuntimeError("the group was left")
+                if self._engine is None or self._state.record is not None:
+                    raise self._state.error(op, began=began)
                 return start(self._engine)
         except RuntimeError as e:
-            if isinstance(e, DureError):
+            if isinstance(e, PeerLost):  # of the store, in which the engine finds its peers
+                self._state.adopt(AbortRecord.of(e))
+            elif isinstance(e, DureError) and self._state.record is None:
                 raise
             raise self._state.translate(e, op, began, peer) from e
 
     def _break_off(self) -> None:
-        if self._engine is not None:
-            self._engine.break_off()
+        engine = self._engine or self._leaving
+        if engine is not None:
+            engine.break_off()
 
     def _wire(self, tensor: torch.Tensor, call: Call) -> WireTensor | None:
         reduction = call.needed_reduction
@@ -393,34 +423,101 @@ class EngineGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
+        self._timeout_s = timeout.total_seconds()
         self._op_timeout = timeout  # messages would keep the engine's first timeout
         if self._engine is not None:
             self._engine.set_timeout(timeout)
+
+    # ---- its end ---------------------------------------------------------------------------------
+
+    def watch(self, deaths: Deaths) -> None:
+        """Have operations that run in a stream ended when a member dies, or is too late.
+
+        Args:
+            deaths: How this rank knows of deaths.
+        """
+        if self.in_stream and self._size > 1:
+            self._deaths = deaths
+            look_after(self)
+
+    def look(self) -> bool:
+        """Break the group if a member has died, or an operation takes too long; see watchdog.py.
+
+        Returns:
+            Whether to look again.
+        """
+        if (self._engine or self._leaving) is None or self._state.has_failed:
+            return False
+        now = time.monotonic()
+        if self._end_at is None:
+            record = self._death() or self._delay(now)
+            if record is None:
+                return True
+            self._state.adopt(record)
+            self._end_at = now + (GRACE_S if record.kind == "PeerLost" else 0)
+        if now < self._end_at:
+            return True
+        self._state.fail()
+        return False
+
+    def _death(self) -> AbortRecord | None:
+        """Return the record of a member that has died, and had not left before."""
+        assert self._deaths is not None
+        for rank in range(self._size):
+            if rank == self._rank or rank in self._departed or not self._deaths.has_died(rank):
+                continue
+            if self._exits is not None and rank in self._exits.ask(False)[0]:
+                self._departed.add(rank)
+                continue
+            return AbortRecord.of(self._deaths.error(rank))
+        return None
+
+    def _delay(self, now: float) -> AbortRecord | None:
+        """Return the record of an operation that takes too long."""
+        limit_s = self._timeout_s + SLACK_S
+        for request in [*self._collectives]:
+            if now - request.began > limit_s:
+                if not request.engine_done:
+                    why = RuntimeError("timed out")
+                    error = self._state.diagnose(why, request.op, request.began, request.peer)
+                    return AbortRecord.of(error)
+                self._collectives.discard(request)
+        return None
 
     def close(self, abort: bool) -> None:
         """See `Backend.close`: pending operations fail, unless they run in a stream.
 
         The host does not wait for those, even if the program's streams do. So as in torch the group
-        is left when they have ended, also if nothing has waited for them.
+        is left when they have ended, also if nothing has waited for them. In the meantime another
+        thread may abort it.
         """
         engine, self._engine = self._engine, None
         if engine is None:
+            if abort:
+                self._break_off()
             return
         works = [r.work for r in [*self._collectives] if r.work is not None and not r.engine_done]
         pending = works or not all(r.ended for r in self._messages)
-        self._collectives.clear()  # requests without a wait would keep the engine's sockets open
-        self._state.left.set()
+        is_sound = self._state.record is None and not self._state.has_failed
+        self._leaving = engine
+        if not self.in_stream or abort:
+            self._forget_operations()
         if self._exits is not None:
             self._exits.publish("left")
-        ends = self.in_stream and not self._state.has_failed
         try:
-            if abort or (pending and not ends):
+            if abort or not is_sound or (pending and not self.in_stream):
                 engine.break_off()
                 keep_engine(engine, works)
             else:
                 engine.leave()
         finally:
+            self._leaving = None
+            self._forget_operations()
             drop_engines()
+
+    def _forget_operations(self) -> None:
+        self._collectives.clear()  # requests without a wait would keep the engine's sockets open
+        self._state.left.set()
 
 
 def _copying_back(

@@ -11,7 +11,8 @@ is the error's text ("connection closed", "timed out"), which does not name the 
 So a rank that leaves, or whose time ran out, adds a line to one key of the group's store, the *exit
 record*; a rank that finds an error reads the record for a moment before it makes its own error. No
 rank reads or writes it otherwise. The store may have died with the rank that serves it, so it is
-read on a thread, for which the rank waits at most `_ASK_S`.
+read on a thread, for which the rank waits at most `_ASK_S`. Over NCCL the watchdog finds errors
+(watchdog.py): it breaks the group by an abort record, which every later call and wait raises.
 
 **Leaving.** With no work pending the engine is closed in order, otherwise it is broken off. NCCL's
 work runs in a stream, and leaving waits for it, as torch's `destroy_process_group` does.
@@ -35,13 +36,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from dure.comm.backends.abort import AbortRecord, GroupState
 from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.request import Request
+from dure.comm.backends.request import Request, current_stream
 from dure.errors import DeviceError, DureError
 from dure.store.base import Store
 
@@ -134,8 +135,14 @@ class EngineState(GroupState):
             began: When it began (`time.monotonic`).
             peer: The rank it was with, for point-to-point.
         """
-        self._fail()
-        if self.left.is_set():
+        self.fail()
+        return self.diagnose(error, op, began, peer)
+
+    def diagnose(
+        self, error: Exception, op: str, began: float, peer: int | None = None
+    ) -> DureError:
+        """Return as `translate` does, and leave the connections open."""
+        if self.left.is_set() or self._record is not None:
             return self.error(op, began=began)
         seen = _NOISE.sub("", str(error)).strip()
         low = seen.lower()
@@ -171,7 +178,8 @@ class EngineState(GroupState):
         )
         return record.error(**self.where(op, began=began))
 
-    def _fail(self) -> None:
+    def fail(self) -> None:
+        """Close the connections, unless they were."""
         with self._lock:
             first, self._failed = not self._failed, True
         if first:
@@ -188,10 +196,16 @@ class CollectiveRequest(Request):
         copy_back: Copies the result to the user's tensors.
         stream_device: See `Request.stream_device`.
         peer: The other rank of a message.
+        is_watched: Whether `engine_done` is asked after a wait (see engine/watchdog.py).
+
+    Attributes:
+        op, peer: As given.
+        began: When it began (`time.monotonic`).
     """
 
     __slots__ = (
-        "_began", "_copy_back", "_op", "_peer", "_settling", "_state", "stream_device", "work",
+        "_copy_back", "_is_watched", "_passed", "_settling", "_state",
+        "began", "op", "peer", "stream_device", "work",
     )  # fmt: skip
 
     def __init__(
@@ -202,26 +216,35 @@ class CollectiveRequest(Request):
         copy_back: Callable[[], object] | None,
         stream_device: torch.device | None,
         peer: int | None = None,
+        is_watched: bool = False,
     ) -> None:
         super().__init__()
-        self._state, self._op, self._copy_back = state, op, copy_back
+        self._state, self.op, self._copy_back = state, op, copy_back
         # None at the end: torch's own object would keep the connections open.
         self.work: EngineWork | None = work
-        self.stream_device, self._peer = stream_device, peer
-        self._began = time.monotonic()
+        self.stream_device, self.peer = stream_device, peer
+        self._is_watched = is_watched
+        self._passed: Any = None  # an event, recorded in a stream that waits for the work
+        self.began = time.monotonic()
         self._settling = threading.Lock()
 
     @property
     def engine_done(self) -> bool:
         """Whether the engine is done with it."""
-        work = self.work
-        return work is None or work.is_completed()
+        work, passed = self.work, self._passed
+        if work is not None:
+            return work.is_completed()
+        return passed is None or passed.query()
 
     def done(self) -> bool:
         """See `Request.done`; results that are copied back are in place after a wait."""
         if self.ended or self._left_behind():
             return True
-        return self.engine_done or self._state.left.is_set()
+        return self.engine_done or self._is_given_up()
+
+    def _is_given_up(self) -> bool:
+        """Return whether it will never end: the group was left, or is broken."""
+        return self._state.left.is_set() or self._state.record is not None
 
     def _await(self, limit: float | None) -> bool:
         while not self.ended:
@@ -243,10 +266,12 @@ class CollectiveRequest(Request):
                         copy_back()
             except Exception as e:  # out of memory, say: the result is not in place
                 what, seen = "the result could not be copied back", f"{type(e).__name__}: {e}"
-                where = self._state.where(self._op, began=self._began)
+                where = self._state.where(self.op, began=self.began)
                 error = AbortRecord(kind="InternalError", what=what, seen=seen).error(**where)
-            received = self._op == "recv" and error is None
-            self.end(error, self._peer if received and self._peer is not None else -1)
+            if self._is_watched and self.stream_device is not None and error is None:
+                self._passed = current_stream(self.stream_device).record_event()
+            received = self.op == "recv" and error is None
+            self.end(error, self.peer if received and self.peer is not None else -1)
             self.work = None
 
     def _wait_slice(self, limit: float | None) -> tuple[bool, DureError | None]:
@@ -257,10 +282,12 @@ class CollectiveRequest(Request):
         """
         work, piece = self.work, _SLICE
         if work is not None and self.stream_device is not None and limit is not None:
-            while not (work.is_completed() or self._state.left.is_set()):
+            while not (work.is_completed() or self._is_given_up()):
                 if time.monotonic() >= limit:
                     return False, None
                 time.sleep(_ASK_STREAM_S)
+        if self._state.record is not None and not self.engine_done:
+            return True, self._state.error(self.op, began=self.began)
         if limit is not None:
             piece = min(piece, timedelta(seconds=max(0.001, limit - time.monotonic())))
         try:
@@ -275,7 +302,7 @@ class CollectiveRequest(Request):
             with self._settling:
                 if self.ended:
                     return True, None
-                return True, self._state.translate(e, self._op, self._began, self._peer)
+                return True, self._state.translate(e, self.op, self.began, self.peer)
 
 
 class MessageRequest(Request):

@@ -87,6 +87,15 @@ class HybridBackend:
             return self._comms.local.gone(place)
         return place == 0 and self._lost_for_s(rank) > 0
 
+    def lost(self, rank: int) -> bool:
+        """Return whether `rank` has died, as far as this host knows; or left, on another host."""
+        host, place = self._hosts.places[rank]
+        if host == self._hosts.here:
+            return self._comms.local.lost(place)
+        record = self._comms.state.look()
+        is_named = record is not None and (record.kind, record.peer) == ("PeerLost", rank)
+        return is_named or self.gone(rank)
+
     def silent(self, rank: int) -> bool:
         """Return whether the host of `rank` has lost its leader, and `rank` may have died too.
 

@@ -108,6 +108,10 @@ class ShmBackend:
         """Return whether `rank` has died or left."""
         return self.group.gone(rank)
 
+    def lost(self, rank: int) -> bool:
+        """Return whether the process of `rank` has ended before it left."""
+        return self.group.gone(rank) and not self.group.has_left(rank)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
         self._timeout_s = timeout.total_seconds()

@@ -1,0 +1,101 @@
+"""A thread that ends operations in streams that can never end: a peer has died, or is too late.
+
+The host does not wait for NCCL's operations, so no call of the program would notice. One thread of
+the process looks at all groups over NCCL, several times per second (`EngineGroup.look`), for
+
+* **the death of a member**, as the group's other backends or the kernel know it (`Deaths`). Later
+  calls and waits raise `PeerLost` at once. What the dead rank has sent may still be on its way, so
+  operations get a moment to end. Then the communicators are aborted, which ends the kernels that
+  wait for the dead rank;
+* **an operation that takes longer than the group's timeout**: the communicators are aborted, and
+  later calls and waits raise `CommTimeout`.
+
+A result that was not waited for through Dure may be wrong in the meantime.
+
+**Calls of the device.** Whether an operation has ended is asked only if it is too old: to ask
+breaks the capture of a CUDA graph in another thread. Operations that are captured are not watched.
+
+A forked child has neither the thread nor the groups of its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Protocol
+from weakref import WeakSet
+
+from dure.errors import PeerLost
+
+__all__ = ["GRACE_S", "LOOK_S", "SLACK_S", "Deaths", "Watched", "look_after"]
+
+LOOK_S = 0.2
+"""How often each group is looked at."""
+GRACE_S = 0.5
+"""How long operations may take to end after a member has died."""
+SLACK_S = 1.0
+"""How much longer than the timeout an operation may take: the engine may find out more."""
+
+
+class Deaths(Protocol):
+    """How a group knows that a member's process has ended."""
+
+    def has_died(self, rank: int) -> bool:
+        """Return whether the process of `rank` has ended, or cannot be reached any more."""
+        ...
+
+    def error(self, rank: int) -> PeerLost:
+        """Return the error that names it."""
+        ...
+
+
+class Watched(Protocol):
+    """A group that the thread looks at."""
+
+    def look(self) -> bool:
+        """End operations that can never end; return False if there is nothing left to look for."""
+        ...
+
+
+_groups: WeakSet[Watched] = WeakSet()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def look_after(group: Watched) -> None:
+    """Look at a group from now on, until it is dropped or its `look` returns False."""
+    global _thread
+    with _lock:
+        _groups.add(group)
+        if _thread is None:
+            _thread = threading.Thread(target=_look_at_all, name="dure-watchdog", daemon=True)
+            _thread.start()
+
+
+def _look_at_all() -> None:
+    while _look_once():
+        time.sleep(LOOK_S)
+
+
+def _look_once() -> bool:
+    """Look at each group; return False, and forget the thread, if there are none."""
+    global _thread
+    with _lock:
+        groups = [*_groups]
+        if not groups:
+            _thread = None
+            return False
+    for group in groups:
+        if not group.look():
+            with _lock:
+                _groups.discard(group)
+    return True
+
+
+def _forget_all() -> None:
+    global _groups, _lock, _thread
+    _groups, _lock, _thread = WeakSet(), threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget_all)
