@@ -38,6 +38,15 @@ def main(args: list[str] | None = None) -> None:
 
     Raises:
         SystemExit: The job failed; the code is that of `dure run`.
+
+    Example:
+        ```python
+        from dure import run
+
+        if dist.get_rank() == 0:  # one process starts the job
+            Path("hello.py").write_text("print('hello')")
+            run.main(["--standalone", "--nproc", "2", "hello.py"])
+        ```
     """
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -149,6 +158,12 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         LaunchError: A rank failed, or the job could not be started.
         UsageError: Flags contradict each other, or one needs the command (`--hosts`, `--page`).
+
+    Example:
+        ```python
+        if dist.get_rank() == 0:
+            run.run(run.parse_args(["--standalone", "--nproc", "2", "hello.py"]))
+        ```
     """
     run_job(_spec(args)).check()
 

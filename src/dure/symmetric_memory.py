@@ -162,6 +162,9 @@ class SymmetricMemory(Signals):
 
     Threads:
         See `Signals`.
+
+    Obtained from:
+        `rendezvous`.
     """
 
     def __init__(self, tensor: torch.Tensor, group: ProcessGroup) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import cloudpickle
 import torch
 
 import dure
@@ -108,6 +109,7 @@ def run(rank: int, path: str, source: str, folder: str, port: int) -> str:
     """Run a page's program on this rank of a pool, whose group is its own; return its output."""
     module = types.ModuleType("snippets_of_a_page")
     sys.modules[module.__name__] = module  # where pickle looks for what the page defines
+    cloudpickle.register_pickle_by_value(module)  # as a reader's program, which is __main__
     os.chdir(folder)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(dure.get_world_size())}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -41,6 +41,9 @@ class AsyncSaveResponse(BackgroundTask[Metadata]):
 
     It has the two futures of torch's class of this name, too. As the snapshot is taken before it is
     returned, the first is done. A save cannot be canceled.
+
+    Obtained from:
+        `async_save`.
     """
 
     def __init__(self) -> None:

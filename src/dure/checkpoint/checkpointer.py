@@ -63,6 +63,9 @@ class Saved:
         path: Its folder.
         world_size: How many ranks saved it.
         num_bytes: Bytes of its files.
+
+    Obtained from:
+        `Checkpointer.save`, `Checkpointer.load` and `Checkpointer.latest`.
     """
 
     step: int
@@ -99,6 +102,19 @@ class Checkpointer:
 
     Collective:
         `save` and `load` must be called by all ranks of the group.
+
+    Example:
+        ```python
+        from dure import checkpoint
+
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        checkpoints = checkpoint.Checkpointer("runs/mine", keep=2)
+        saved = checkpoints.load(model=model, optimizer=optimizer)  # None: nothing was saved so far
+        for step in range(0 if saved is None else saved.step + 1, 3):
+            checkpoints.save(step, model=model, optimizer=optimizer)
+        assert checkpoints.latest().step == 2
+        ```
     """
 
     def __init__(

@@ -60,7 +60,18 @@ def _can_be_folder(where: Where) -> bool:
 
 
 class SerializationFormat(Enum):
-    """torch's formats of a writer's files. A `FileSystemWriter` has one of its own."""
+    """torch's formats of a writer's files. A `FileSystemWriter` has one of its own.
+
+    Example:
+        ```python
+        from dure import checkpoint
+        from dure.checkpoint.filesystem import SerializationFormat
+
+        writer = checkpoint.FileSystemWriter(
+            "run/step0", serialization_format=SerializationFormat.TORCH_SAVE
+        )
+        ```
+    """
 
     TORCH_SAVE = "torch_save"
     SAFETENSORS = "safetensors"
@@ -85,6 +96,12 @@ class FileSystemWriter:
 
     Raises:
         UsageError: `_extensions` are given, or the format is `SAFETENSORS`.
+
+    Example:
+        ```python
+        writer = checkpoint.FileSystemWriter("run/step1", overwrite=False)
+        checkpoint.save({"weight": torch.ones(2)}, storage_writer=writer)
+        ```
     """
 
     path: Where
@@ -137,6 +154,12 @@ class HuggingFaceStorageWriter:
         overwrite: Whether weights may be replaced that Dure did not write and no index names, or
             whose index cannot be used. Weights that Dure wrote, or an index names, are replaced in
             any case; other files are never touched.
+
+    Example:
+        ```python
+        writer = checkpoint.HuggingFaceStorageWriter("weights")
+        checkpoint.save({"weight": torch.ones(2)}, storage_writer=writer)
+        ```
     """
 
     path: Where
@@ -237,6 +260,13 @@ class FileSystemReader(FolderReader):
 
     Args:
         path: The folder.
+
+    Example:
+        ```python
+        state = {"weight": torch.zeros(2)}
+        checkpoint.load(state, storage_reader=checkpoint.FileSystemReader("run/step1"))
+        assert state["weight"].tolist() == [1.0, 1.0]
+        ```
     """
 
     _theirs: TorchFolder | None = None
@@ -270,6 +300,13 @@ class HuggingFaceStorageReader(FolderReader):
     Args:
         path: The folder, with an index or without; its files may be links.
         thread_count: No effect.
+
+    Example:
+        ```python
+        state = {"weight": torch.zeros(2)}
+        checkpoint.load(state, storage_reader=checkpoint.HuggingFaceStorageReader("weights"))
+        assert state["weight"].tolist() == [1.0, 1.0]
+        ```
     """
 
     def __init__(self, path: Where, thread_count: int = 1) -> None:
@@ -292,6 +329,14 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         thread_count: No effect.
         target_dtype: Products are rounded to it, then converted to the target's dtype.
         block_size: Rows, and columns, of a block.
+
+    Example:
+        ```python
+        reader = checkpoint.QuantizedHuggingFaceStorageReader("weights", block_size=128)
+        state = {"weight": torch.zeros(2)}
+        checkpoint.load(state, storage_reader=reader)  # these weights have no scales
+        assert state["weight"].tolist() == [1.0, 1.0]
+        ```
     """
 
     def __init__(

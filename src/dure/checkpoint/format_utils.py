@@ -78,7 +78,20 @@ def dcp_to_torch_save(
 
 
 def write_torch_file(path: Path, state: Any) -> None:
-    """Write a file of `torch.save` beside the place of `path`, and rename it."""
+    """Write a file of `torch.save` beside the place of `path`, and rename it.
+
+    Args:
+        path: The file. It is complete, or as before, if the process is killed.
+        state: What `torch.save` can save.
+
+    Example:
+        ```python
+        from dure.checkpoint import format_utils
+
+        path = Path(f"rank{dist.get_rank()}.pt")
+        format_utils.write_torch_file(path, {"weight": torch.ones(2)})
+        ```
+    """
     hidden = path.with_name(f".saving-{path.name}.pt")  # torch refuses a name that is a suffix only
     what = "the file was not written"
     try:
@@ -129,8 +142,19 @@ def torch_save_to_dcp(
 def read_torch_file(path: str | PathLike[str]) -> dict[str, Any]:
     """Return the dict that a file of `torch.save` has; its tensors are mapped.
 
+    Args:
+        path: The file.
+
+    Returns:
+        The dict.
+
     Raises:
         CheckpointError: The file would run code, is none of torch, or holds no dict.
+
+    Example:
+        ```python
+        assert format_utils.read_torch_file(path)["weight"].tolist() == [1.0, 1.0]
+        ```
     """
     try:
         os.close(open_plain(path))  # torch would wait for a pipe
@@ -151,6 +175,21 @@ class BroadcastingTorchSaveReader(StorageReader):
     Args:
         checkpoint_id: The file.
         coordinator_rank: The rank of the default group that reads it.
+
+    Example:
+        ```python
+        from dure import checkpoint
+
+        if dist.get_rank() == 0:  # no other rank needs to see the file
+            torch.save({"weight": torch.arange(4.0)}, "full.pt")
+        state = {"weight": torch.zeros(4)}
+        checkpoint.load(
+            state,
+            storage_reader=format_utils.BroadcastingTorchSaveReader("full.pt"),
+            planner=format_utils.DynamicMetaLoadPlanner(),
+        )
+        assert state["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
+        ```
     """
 
     def __init__(self, checkpoint_id: CheckpointId = None, coordinator_rank: int = 0) -> None:
@@ -205,7 +244,13 @@ def _tensors(path: Any, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
-    """Takes for saved what the state has: for storages that know nothing of it beforehand."""
+    """Takes for saved what the state has: for storages that know nothing of it beforehand.
+
+    Example:
+        ```python
+        planner = format_utils.DynamicMetaLoadPlanner()  # see BroadcastingTorchSaveReader
+        ```
+    """
 
     def set_up_planner(
         self,

@@ -38,6 +38,16 @@ class ChunkStorageMetadata:
     Attributes:
         offsets: Where it begins, by dimension.
         sizes: How many elements, by dimension.
+
+    Obtained from:
+        `TensorStorageMetadata.chunks`.
+
+    Example:
+        ```python
+        from dure.checkpoint.metadata import ChunkStorageMetadata
+
+        second_row = ChunkStorageMetadata(offsets=torch.Size([1, 0]), sizes=torch.Size([1, 3]))
+        ```
     """
 
     offsets: torch.Size
@@ -46,7 +56,16 @@ class ChunkStorageMetadata:
 
 @dataclass
 class TensorProperties:
-    """Properties of a tensor other than its size. Only `dtype` is stored."""
+    """Properties of a tensor other than its size. Only `dtype` is stored.
+
+    Example:
+        ```python
+        from dure.checkpoint.metadata import TensorProperties
+
+        properties = TensorProperties.create_from_tensor(torch.ones(2, dtype=torch.bfloat16))
+        assert properties.dtype is torch.bfloat16
+        ```
+    """
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = torch.strided
@@ -69,6 +88,9 @@ class TensorStorageMetadata:
         properties: Its dtype.
         size: The full tensor's.
         chunks: Its slices; each element is in one.
+
+    Obtained from:
+        `Metadata.state_dict_metadata`.
     """
 
     properties: TensorProperties
@@ -78,12 +100,20 @@ class TensorStorageMetadata:
 
 @dataclass
 class BytesStorageMetadata:
-    """A value in the checkpoint that is no tensor."""
+    """A value in the checkpoint that is no tensor.
+
+    Obtained from:
+        `Metadata.state_dict_metadata`.
+    """
 
 
 @dataclass
 class StorageMeta:
-    """What a storage reports about itself to a planner."""
+    """What a storage reports about itself to a planner.
+
+    Obtained from:
+        `StorageWriter.storage_meta`; `SavePlanner.set_up_planner` receives it.
+    """
 
     checkpoint_id: str | os.PathLike[str] | None = None
     save_id: str | None = None
@@ -99,6 +129,14 @@ class MetadataIndex:
         fqn: The name.
         offset: Where the slice begins; None: a value, or any slice.
         index: The number of the slice in the tensor's `chunks`; not compared.
+
+    Example:
+        ```python
+        from dure.checkpoint.metadata import MetadataIndex
+
+        index = MetadataIndex("weight", torch.Size([1, 0]))  # the slice that begins in row 1
+        assert index == MetadataIndex("weight", torch.Size([1, 0]), index=1)
+        ```
     """
 
     fqn: str
@@ -120,6 +158,18 @@ class Metadata:
         storage_data: Data of a custom storage.
         storage_meta: The same.
         version: The version of the format, of storages that have one.
+
+    Obtained from:
+        The method `read_metadata` of a `FileSystemReader`, and `AsyncSaveResponse.result`.
+
+    Example:
+        ```python
+        from dure import checkpoint
+
+        checkpoint.save({"weight": torch.ones(2, 3)}, checkpoint_id="run/step1")
+        metadata = checkpoint.FileSystemReader("run/step1").read_metadata()
+        assert metadata.state_dict_metadata["weight"].size == (2, 3)
+        ```
     """
 
     state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata]

@@ -62,6 +62,18 @@ class PerRank:
 
     Attributes:
         value: The object.
+
+    Example:
+        ```python
+        from dure import checkpoint
+
+        seen = [dist.get_rank()]  # other values on each rank
+        checkpoints = checkpoint.Checkpointer("runs/mine")
+        checkpoints.save(0, seen=checkpoint.PerRank(seen))
+        seen.clear()
+        checkpoints.load(seen=checkpoint.PerRank(seen))
+        assert seen == [dist.get_rank()]
+        ```
     """
 
     value: Any

@@ -52,7 +52,17 @@ __all__ = [
 
 
 class WriteItemType(Enum):
-    """Kinds of items: a full tensor, a slice of a DTensor, a value."""
+    """Kinds of items: a full tensor, a slice of a DTensor, a value.
+
+    Example:
+        ```python
+        from dure.checkpoint.default_planner import create_default_local_save_plan
+        from dure.checkpoint.planner import WriteItemType
+
+        (item,) = create_default_local_save_plan({"weight": torch.ones(2)}).items
+        assert item.type is WriteItemType.TENSOR
+        ```
+    """
 
     TENSOR = auto()
     SHARD = auto()
@@ -60,7 +70,11 @@ class WriteItemType(Enum):
 
 
 class LoadItemType(Enum):
-    """What is read."""
+    """What is read.
+
+    Obtained from:
+        `ReadItem.type`.
+    """
 
     TENSOR = auto()
     BYTE_IO = auto()
@@ -72,6 +86,9 @@ class BytesIOWriteData:
 
     Attributes:
         nbytes: The length.
+
+    Obtained from:
+        `WriteItem.bytes_io_data`.
     """
 
     nbytes: int
@@ -85,6 +102,9 @@ class TensorWriteData:
         chunk: Where the slice begins, and its sizes.
         properties: The dtype in which it is saved.
         size: The full tensor's.
+
+    Obtained from:
+        `WriteItem.tensor_data`.
     """
 
     chunk: ChunkStorageMetadata
@@ -101,6 +121,9 @@ class WriteItem:
         type: Whether it is a full tensor, a slice of a DTensor, or a value.
         bytes_io_data: Of a value; None if its length is not known.
         tensor_data: Of a tensor.
+
+    Obtained from:
+        `SavePlan.items`.
     """
 
     index: MetadataIndex
@@ -125,6 +148,9 @@ class ReadItem:
         storage_index: The saved slice.
         storage_offsets: Where the elements begin in it.
         lengths: How many elements, by dimension.
+
+    Obtained from:
+        `LoadPlan.items`.
     """
 
     type: LoadItemType
@@ -144,6 +170,9 @@ class SavePlan:
         storage_data: Data of a custom storage.
         planner_data: Data of the planner; of `DefaultSavePlanner`, the keys that lead to each name.
         usable: Accepted, without effect; torch marks empty plans of its cache.
+
+    Obtained from:
+        `SavePlanner.create_local_plan`; `StorageWriter.write_data` receives it.
     """
 
     items: list[WriteItem]
@@ -160,6 +189,9 @@ class LoadPlan:
         items: The items.
         storage_data: Data of a custom storage.
         planner_data: Data of the planner.
+
+    Obtained from:
+        `LoadPlanner.create_local_plan`; `StorageReader.read_data` receives it.
     """
 
     items: list[ReadItem]
@@ -236,6 +268,21 @@ class LoadPlanner(ABC):
     """What is loaded to where: `load` calls these methods in this order.
 
     A custom planner is best a subclass of `DefaultLoadPlanner`.
+
+    Example:
+        ```python
+        from dure import checkpoint
+
+        class Doubling(checkpoint.DefaultLoadPlanner):
+            def commit_tensor(self, read_item, tensor):
+                tensor.mul_(2)  # after the values were read into it
+                super().commit_tensor(read_item, tensor)
+
+        checkpoint.save({"weight": torch.ones(2)}, checkpoint_id="run/step1")
+        state = {"weight": torch.zeros(2)}
+        checkpoint.load(state, checkpoint_id="run/step1", planner=Doubling())
+        assert state["weight"].tolist() == [2.0, 2.0]
+        ```
     """
 
     @abstractmethod
@@ -424,6 +471,19 @@ class DefaultSavePlanner(_FlatPlanner, SavePlanner):
 
     Raises:
         UsageError: `flatten_state_dict` is False.
+
+    Example:
+        ```python
+        class OnlyFloats(checkpoint.DefaultSavePlanner):
+            def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+                floats = {k: v for k, v in state_dict.items() if v.is_floating_point()}
+                super().set_up_planner(floats, storage_meta, is_coordinator)
+
+        state = {"weight": torch.ones(2), "count": torch.tensor(3)}
+        checkpoint.save(state, checkpoint_id="run/floats", planner=OnlyFloats())
+        saved = checkpoint.FileSystemReader("run/floats").read_metadata()
+        assert set(saved.state_dict_metadata) == {"weight"}
+        ```
     """
 
     def __init__(
@@ -563,6 +623,14 @@ class DefaultLoadPlanner(_FlatPlanner, LoadPlanner):
 
     Raises:
         UsageError: `flatten_state_dict` is False.
+
+    Example:
+        ```python
+        state = {"weight": torch.zeros(2), "new": torch.zeros(1)}
+        planner = checkpoint.DefaultLoadPlanner(allow_partial_load=True)
+        checkpoint.load(state, checkpoint_id="run/floats", planner=planner)
+        assert state["weight"].tolist() == [1.0, 1.0]
+        ```
     """
 
     original_state_dict: dict[str, Any]

@@ -49,7 +49,11 @@ _MOST_OPEN = 64
 
 
 class Loaded(NamedTuple):
-    """What a load found: names of the state that are not in the checkpoint, and the reverse."""
+    """What a load found: names of the state that are not in the checkpoint, and the reverse.
+
+    Obtained from:
+        `dure.checkpoint.load`.
+    """
 
     missing_keys: list[str]
     unexpected_keys: list[str]

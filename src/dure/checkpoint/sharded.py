@@ -188,7 +188,20 @@ def save_state_dict(
 
 
 class AsyncCheckpointerType(Enum):
-    """What writes in the background, under torch's names: a thread, for both."""
+    """What writes in the background, under torch's names: a thread, for both.
+
+    Example:
+        ```python
+        from dure.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        saving = dist.checkpoint.async_save(
+            {"weight": torch.ones(2)},
+            checkpoint_id="run/thread",
+            async_checkpointer_type=AsyncCheckpointerType.THREAD,
+        )
+        saving.result()
+        ```
+    """
 
     THREAD = "thread"
     PROCESS = "process"

@@ -33,6 +33,13 @@ class StagingOptions:
         use_shared_memory: No effect.
         use_async_staging: No effect.
         use_non_blocking_copy: No effect.
+
+    Example:
+        ```python
+        from dure.checkpoint.staging import DefaultStager, StagingOptions
+
+        stager = DefaultStager(StagingOptions())  # accepted for programs that pass them
+        ```
     """
 
     use_pinned_memory: bool = True
@@ -42,7 +49,20 @@ class StagingOptions:
 
 
 class AsyncStager(Protocol):
-    """What `async_save` takes snapshots with."""
+    """What `async_save` takes snapshots with.
+
+    Example:
+        ```python
+        from dure.checkpoint.staging import BlockingAsyncStager
+
+        class Counting(BlockingAsyncStager):  # a custom stager; its `hold` is called
+            held = 0
+
+            def hold(self, memory):
+                self.held += len(memory)
+                return super().hold(memory)
+        ```
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -80,6 +100,16 @@ class BlockingAsyncStager:
     Args:
         cache_staged_state_dict: Keep the buffer from save to save.
         type_check: No effect.
+
+    Example:
+        ```python
+        stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        for step in range(2):  # the second save copies into the memory of the first
+            dist.checkpoint.async_save(
+                {"weight": torch.ones(2)}, checkpoint_id=f"run/{step}", async_stager=stager
+            ).result()
+        stager.close()
+        ```
     """
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
@@ -151,6 +181,16 @@ class DefaultStager(BlockingAsyncStager):
 
     Args:
         config: No effect.
+
+    Example:
+        ```python
+        stager = DefaultStager()
+        saving = dist.checkpoint.async_save(
+            {"weight": torch.ones(2)}, checkpoint_id="run/2", async_stager=stager
+        )
+        saving.result()
+        stager.close()
+        ```
     """
 
     def __init__(self, config: StagingOptions | None = None) -> None:

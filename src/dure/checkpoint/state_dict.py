@@ -95,6 +95,15 @@ class StateDictOptions:
         flatten_optimizer_state_dict: One level of names, with options for each parameter.
         dsd_fqn_modifiers: A method of modules, by name: its values are children that names leave
             out.
+
+    Example:
+        ```python
+        from dure.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(fsdp.fully_shard(torch.nn.Linear(2, 1)), options=options)
+        assert list(state) == (["weight", "bias"] if dist.get_rank() == 0 else [])
+        ```
     """
 
     full_state_dict: bool = False
@@ -108,7 +117,11 @@ class StateDictOptions:
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names that were not in the state given, and names of it that were not used."""
+    """Names that were not in the state given, and names of it that were not used.
+
+    Obtained from:
+        `set_model_state_dict`, `set_state_dict`.
+    """
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -632,6 +645,17 @@ def _init_optim_state(optim: torch.optim.Optimizer) -> None:
 
     Args:
         optim: Any optimizer of torch.
+
+    Example:
+        ```python
+        from dure.checkpoint import state_dict as states
+
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.Adam([weight])
+        states._init_optim_state(optimizer)
+        assert optimizer.state[weight]["exp_avg"].tolist() == [0.0, 0.0]
+        assert weight.tolist() == [1.0, 1.0]  # as it was
+        ```
     """
     if optim.state:
         return
@@ -650,6 +674,13 @@ def _patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | Non
     Args:
         model: In any wrappers, sharded or not.
         options: See `StateDictOptions`.
+
+    Example:
+        ```python
+        model = fsdp.fully_shard(torch.nn.Linear(2, 1))
+        states._patch_model_state_dict(model, options=states.StateDictOptions(full_state_dict=True))
+        assert model.state_dict()["weight"].shape == (1, 2)  # the full tensor
+        ```
     """
     _patch(
         model,
@@ -670,6 +701,13 @@ def _patch_optimizer_state_dict(
         model: The model whose parameters they update.
         optimizers: One or several.
         options: See `StateDictOptions`.
+
+    Example:
+        ```python
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        states._patch_optimizer_state_dict(model, optimizers=optimizer)
+        assert optimizer.state_dict()["param_groups"][0]["params"] == ["weight", "bias"]
+        ```
     """
     several = _several(optimizers)
     for optimizer in several:

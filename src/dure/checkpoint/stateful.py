@@ -9,7 +9,24 @@ __all__ = ["Stateful", "StatefulT"]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state: modules, optimizers, schedulers, loaders, the user's own."""
+    """An object with a state: modules, optimizers, schedulers, loaders, the user's own.
+
+    Example:
+        ```python
+        from dure.checkpoint.stateful import Stateful
+
+        class Count:
+            n = 0
+
+            def state_dict(self):
+                return {"n": self.n}
+
+            def load_state_dict(self, state_dict):
+                self.n = state_dict["n"]
+
+        assert isinstance(Count(), Stateful)
+        ```
+    """
 
     def state_dict(self) -> Any:
         """Return the state: tensors, values, dicts and lists of them."""

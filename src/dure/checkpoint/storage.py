@@ -25,6 +25,9 @@ class WriteResult:
         index: The item's.
         size_in_bytes: How many bytes were written.
         storage_data: Data of the storage.
+
+    Obtained from:
+        A `StorageWriter` makes them; `StorageWriter.finish` receives those of all ranks.
     """
 
     index: MetadataIndex
@@ -57,6 +60,27 @@ class StorageWriter(ABC):
     """A custom storage for `save`, which calls these methods in this order.
 
     Futures are torch's or Python's. An error on any rank is raised on all.
+
+    Example:
+        ```python
+        import pickle
+        from dure import checkpoint
+        from dure.checkpoint.storage import WriteResult, done
+
+        class OneFilePerTensor(checkpoint.StorageWriter):
+            def write_data(self, plan, planner):
+                results = []
+                for item in plan.items:  # those that this rank writes
+                    file = Path(f"{item.index.fqn}.pt")
+                    torch.save(planner.resolve_data(item), file)
+                    results.append(WriteResult(item.index, file.stat().st_size, None))
+                return done(results)
+
+            def finish(self, metadata, results):
+                Path("metadata").write_bytes(pickle.dumps(metadata))
+
+        checkpoint.save({"weight": torch.ones(2)}, storage_writer=OneFilePerTensor())
+        ```
     """
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -129,7 +153,26 @@ class StorageWriter(ABC):
 
 
 class StorageReader(ABC):
-    """A custom storage for `load`, which calls these methods in this order."""
+    """A custom storage for `load`, which calls these methods in this order.
+
+    Example:
+        ```python
+        class FromOneFilePerTensor(checkpoint.StorageReader):  # reads what the writer above wrote
+            def read_metadata(self, *args, **kwargs):
+                return pickle.loads(Path("metadata").read_bytes())
+
+            def read_data(self, plan, planner):
+                for item in plan.items:
+                    target = planner.resolve_tensor(item)
+                    target.copy_(torch.load(f"{item.storage_index.fqn}.pt"))
+                    planner.commit_tensor(item, target)
+                return done(None)
+
+        state = {"weight": torch.zeros(2)}
+        checkpoint.load(state, storage_reader=FromOneFilePerTensor())
+        assert state["weight"].tolist() == [1.0, 1.0]
+        ```
+    """
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """Prepare for another checkpoint.

@@ -31,6 +31,12 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
 
     Collective:
         All ranks call.
+
+    Example:
+        ```python
+        for step in range(3):
+            dist.breakpoint(rank=1, skip=100)  # rank 1 would stop in step 100
+        ```
     """
     world = current_world()
     default = world.need_default()

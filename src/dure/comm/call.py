@@ -70,6 +70,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         nbytes: Of an allocation; for new_group a code of the members (`members_code`).
         channel: The group's channel that runs it.
         subject: The object that it belongs to, if set (`about`).
+
+    Obtained from:
+        Dure makes them; `Backend.run` receives them.
     """
 
     op: str

@@ -13,7 +13,11 @@ from dure.errors import UsageError
 
 
 class Coalesced:
-    """The operations that were started in a coalescing manager."""
+    """The operations that were started in a coalescing manager.
+
+    Obtained from:
+        The context of `coalescing_manager`.
+    """
 
     def __init__(self) -> None:
         self.works: list[Work] = []

@@ -70,7 +70,16 @@ __all__ = [
 
 @runtime_checkable
 class HasGroup(Protocol):
-    """The methods of a mesh that a collective uses."""
+    """The methods of a mesh that a collective uses.
+
+    Example:
+        ```python
+        from dure.comm import functional as funcol
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        assert isinstance(mesh, funcol.HasGroup)
+        ```
+    """
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """Return the group of this rank along an axis; None if there is only one."""

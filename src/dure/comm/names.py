@@ -55,6 +55,12 @@ class Backend(str, metaclass=_Listed):
 
     As torch's, it has a member for each well-known name: `Backend.GLOO`, `Backend.SHM`, ...; and
     `Backend.backend_list`.
+
+    Example:
+        ```python
+        assert dist.Backend("SHM") == dist.Backend.SHM == "shm"
+        assert "gloo" in dist.Backend.backend_list
+        ```
     """
 
     __slots__ = ()
@@ -130,6 +136,12 @@ class BackendConfig:
 
     Raises:
         UsageError: A name is unknown, or the text is malformed.
+
+    Example:
+        ```python
+        config = dist.BackendConfig("cpu:gloo,cuda:nccl")
+        assert config.get_device_backend_map() == {"cpu": "gloo", "cuda": "nccl"}
+        ```
     """
 
     def __init__(self, backend: str) -> None:
@@ -150,6 +162,11 @@ class ProcessGroupGloo:
 
     Raises:
         UsageError: Always; it says what to write.
+
+    Example:
+        ```python
+        group = dist.new_group(backend="gloo")  # not ProcessGroupGloo(store, rank, size)
+        ```
     """
 
     def __init__(self, *args: object, **kwargs: object) -> NoReturn:
@@ -195,7 +212,17 @@ class _Options:
 
 @dataclass(slots=True)
 class AllreduceOptions(_Options):
-    """Options of `allreduce`: `reduceOp`."""
+    """Options of `allreduce`: `reduceOp`.
+
+    Example:
+        ```python
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        tensor = torch.tensor([float(dist.get_rank())])
+        dist.group.WORLD.allreduce([tensor], options).wait()
+        assert tensor.item() == 1.0
+        ```
+    """
 
     reduceOp: Any = field(default_factory=lambda: ReduceOp.SUM)
     sparseIndices: torch.Tensor | None = None
@@ -203,12 +230,29 @@ class AllreduceOptions(_Options):
 
 @dataclass(slots=True)
 class AllreduceCoalescedOptions(AllreduceOptions):
-    """Options of `allreduce_coalesced`: `reduceOp`."""
+    """Options of `allreduce_coalesced`: `reduceOp`.
+
+    Example:
+        ```python
+        options = dist.AllreduceCoalescedOptions(reduceOp=dist.ReduceOp.MIN)
+        tensors = [torch.ones(1), torch.ones(2)]
+        dist.group.WORLD.allreduce_coalesced(tensors, options).wait()
+        ```
+    """
 
 
 @dataclass(slots=True)
 class BroadcastOptions(_Options):
-    """Options of `broadcast`: `rootRank`, a rank of the group."""
+    """Options of `broadcast`: `rootRank`, a rank of the group.
+
+    Example:
+        ```python
+        options = dist.BroadcastOptions(rootRank=1)
+        tensor = torch.tensor([float(dist.get_rank())])
+        dist.broadcast(tensor, group_src=options.rootRank)
+        assert tensor.item() == 1.0
+        ```
+    """
 
     rootRank: int = 0
     rootTensor: int = 0
@@ -216,7 +260,13 @@ class BroadcastOptions(_Options):
 
 @dataclass(slots=True)
 class ReduceOptions(BroadcastOptions):
-    """Options of `reduce`: `reduceOp`, and `rootRank`, a rank of the group."""
+    """Options of `reduce`: `reduceOp`, and `rootRank`, a rank of the group.
+
+    Example:
+        ```python
+        options = dist.ReduceOptions(rootRank=0, reduceOp=dist.ReduceOp.SUM)
+        ```
+    """
 
     reduceOp: Any = field(default_factory=lambda: ReduceOp.SUM)
 
@@ -228,26 +278,50 @@ class AllgatherOptions(_Options):
 
 @dataclass(slots=True)
 class GatherOptions(_Options):
-    """Options of `gather`: `rootRank`, a rank of the group."""
+    """Options of `gather`: `rootRank`, a rank of the group.
+
+    Example:
+        ```python
+        options = dist.GatherOptions(rootRank=0)
+        ```
+    """
 
     rootRank: int = 0
 
 
 @dataclass(slots=True)
 class ScatterOptions(GatherOptions):
-    """Options of `scatter`: `rootRank`, a rank of the group."""
+    """Options of `scatter`: `rootRank`, a rank of the group.
+
+    Example:
+        ```python
+        options = dist.ScatterOptions(rootRank=0)
+        ```
+    """
 
 
 @dataclass(slots=True)
 class ReduceScatterOptions(_Options):
-    """Options of `reduce_scatter`: `reduceOp`."""
+    """Options of `reduce_scatter`: `reduceOp`.
+
+    Example:
+        ```python
+        options = dist.ReduceScatterOptions(reduceOp=dist.ReduceOp.AVG)
+        ```
+    """
 
     reduceOp: Any = field(default_factory=lambda: ReduceOp.SUM)
 
 
 @dataclass(slots=True)
 class BarrierOptions(_Options):
-    """Options of `barrier`."""
+    """Options of `barrier`.
+
+    Example:
+        ```python
+        options = dist.BarrierOptions(device_ids=[0])
+        ```
+    """
 
     device_ids: list[int] = field(default_factory=list[int])
     device: torch.device | None = None
@@ -255,4 +329,10 @@ class BarrierOptions(_Options):
 
 @dataclass(slots=True)
 class AllToAllOptions(_Options):
-    """Options of `alltoall`."""
+    """Options of `alltoall`.
+
+    Example:
+        ```python
+        options = dist.AllToAllOptions()
+        ```
+    """

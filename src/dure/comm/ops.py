@@ -16,6 +16,13 @@ class ReduceOp:
     Reductions run in the order of the ranks; 16 and 8 bit floats accumulate in float32 and are
     rounded once (over nccl, floats of 16 bits as NCCL does). MIN and MAX propagate NaN. Sums and
     products of integers wrap around; averages of integers are truncated towards zero.
+
+    Example:
+        ```python
+        largest = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        assert largest.item() == 1.0
+        ```
     """
 
     __slots__ = ("code", "factor", "name")

@@ -38,6 +38,9 @@ class AsyncCollectiveTensor(torch.Tensor):
 
     Threads:
         Any thread may use it.
+
+    Obtained from:
+        The functions of `dure.comm.functional` and `DTensor.redistribute(async_op=True)`.
     """
 
     _work: Work

@@ -182,6 +182,17 @@ class P2POp:
         group: The group of both ranks; the default group if None.
         tag: A number >= 0, the same for the send and the receive.
         group_peer: The same as a rank of the group, in place of `peer`.
+
+    Example:
+        ```python
+        peer = 1 - dist.get_rank()
+        mine, theirs = torch.tensor([float(dist.get_rank())]), torch.zeros(1)
+        sends = dist.P2POp(dist.isend, mine, peer)
+        receives = dist.P2POp(dist.irecv, theirs, peer)
+        for work in dist.batch_isend_irecv([sends, receives]):
+            work.wait()
+        assert theirs.item() == peer
+        ```
     """
 
     def __init__(

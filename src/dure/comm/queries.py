@@ -392,6 +392,9 @@ class DebugLevel(Enum):
 
     What torch checks at INFO and DETAIL Dure checks at every level: errors of DDP name parameters
     without a gradient, and ranks compare their calls (over gloo and nccl with DURE_VERIFY=1).
+
+    Obtained from:
+        `get_debug_level`.
     """
 
     OFF = 0

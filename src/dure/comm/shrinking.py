@@ -92,6 +92,12 @@ def shrink(group: ProcessGroup | None = None, timeout: timedelta | None = None) 
 
     Cost:
         Milliseconds, and until the slowest rank calls.
+
+    Example:
+        ```python
+        group = dist.shrink(dist.new_group([0, 1]))  # after a PeerLost: without the lost ranks
+        assert group.size() == 2  # none was lost
+        ```
     """
     return _Shrinking(group, "shrink", (), timeout).run()
 
@@ -123,6 +129,13 @@ def shrink_group(
 
     Collective:
         The ranks that are not excluded call, with equal arguments.
+
+    Example:
+        ```python
+        pair = dist.new_group([0, 1])
+        if dist.get_rank() == 0:  # the ranks that stay call
+            assert dist.shrink_group([1], pair).size() == 1
+        ```
     """
     if not isinstance(ranks_to_exclude, list):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"ranks_to_exclude must be a list, got {type(ranks_to_exclude).__name__}")

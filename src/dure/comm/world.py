@@ -152,6 +152,11 @@ class GroupMember(metaclass=_GroupMeta):
 
     `WORLD` is the default group, None before initialization; `NON_GROUP_MEMBER` is any group that
     this rank is not in.
+
+    Example:
+        ```python
+        assert dist.GroupMember.WORLD is dist.group.WORLD
+        ```
     """
 
     NON_GROUP_MEMBER = _NON_MEMBER

@@ -45,6 +45,9 @@ class IdxSplit:
     Attributes:
         images: uint8 [n, height, width].
         labels: uint8 [n].
+
+    Obtained from:
+        `read_idx_directory`.
     """
 
     images: NDArray[np.uint8]
@@ -67,6 +70,22 @@ def read_idx_directory(directory: str | Path) -> tuple[IdxSplit, IdxSplit]:
 
     Cost:
         Reads every file once, into memory (MNIST: 55 MB).
+
+    Example:
+        ```python
+        from dure import data
+
+        folder = Path(f"mnist{dist.get_rank()}")  # usually a folder of files that were downloaded
+        folder.mkdir()
+        for name, n in ("train", 3), ("t10k", 1):
+            images = bytes([0, 0, 8, 3, 0, 0, 0, n, 0, 0, 0, 2, 0, 0, 0, 2]) + bytes(n * 2 * 2)
+            labels = bytes([0, 0, 8, 1, 0, 0, 0, n, *range(n)])
+            (folder / f"{name}-images-idx3-ubyte").write_bytes(images)
+            (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
+
+        train, test = data.read_idx_directory(folder)
+        assert train.images.shape == (3, 2, 2) and test.labels.shape == (1,)
+        ```
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -97,6 +116,12 @@ def read_idx(path: str | Path, ndim: int) -> NDArray[np.uint8]:
 
     Raises:
         DataError: The file cannot be read, or is not such a file.
+
+    Example:
+        ```python
+        labels = data.read_idx(folder / "train-labels-idx1-ubyte", ndim=1)
+        assert labels.tolist() == [0, 1, 2]
+        ```
     """
     path = Path(path)
     try:

@@ -27,6 +27,18 @@ class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     Attributes:
         pixels: float32 [n, 1, height, width], from 0 to 1.
         labels: int64 [n].
+
+    Obtained from:
+        `ImageData.train` and `ImageData.test`.
+
+    Example:
+        ```python
+        from dure import data
+
+        images = data.Images(pixels=torch.zeros(5, 1, 8, 8), labels=torch.arange(5))
+        pixels, label = images[3]
+        assert pixels.shape == (1, 8, 8) and label.item() == 3
+        ```
     """
 
     pixels: torch.Tensor
@@ -50,6 +62,9 @@ class ImageData:
         train: To learn from.
         test: To measure with; disjoint from `train`.
         num_classes: Labels are from 0 to ``num_classes - 1``.
+
+    Obtained from:
+        `load_digits` and `load_idx`.
     """
 
     name: str
@@ -103,6 +118,20 @@ def load_idx(directory: str | Path) -> ImageData:
 
     Raises:
         DataError: The directory or a file is missing, truncated or foreign.
+
+    Example:
+        ```python
+        folder = Path(f"mnist{dist.get_rank()}")  # usually a folder of files that were downloaded
+        folder.mkdir()
+        for name, n in ("train", 3), ("t10k", 1):
+            images = bytes([0, 0, 8, 3, 0, 0, 0, n, 0, 0, 0, 2, 0, 0, 0, 2]) + bytes(n * 2 * 2)
+            labels = bytes([0, 0, 8, 1, 0, 0, 0, n, *range(n)])
+            (folder / f"{name}-images-idx3-ubyte").write_bytes(images)
+            (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
+
+        pixels, label = data.load_idx(folder).train[2]
+        assert pixels.shape == (1, 2, 2) and label.item() == 2
+        ```
     """
     train, test = (_as_images(split) for split in read_idx_directory(directory))
     highest = max(int(train.labels.max()), int(test.labels.max()))

@@ -72,6 +72,16 @@ class DataLoader(Generic[T]):
     Cost:
         Seeding takes about 20 us a sample, in the workers if there are any; nothing for a list, a
         tensor, an array or torch's `TensorDataset`, nor for a `Subset` of these.
+
+    Example:
+        ```python
+        rows = torch.utils.data.TensorDataset(torch.arange(8.0))
+        loader = dist.DataLoader(rows, batch_size=2, shuffle=True)
+        for epoch in range(loader.epoch, 2):
+            loader.set_epoch(epoch)
+            for (batch,) in loader:
+                assert batch.shape == (2,)  # 2 batches on each of 2 ranks
+        ```
     """
 
     def __init__(

@@ -51,6 +51,9 @@ class Partition(Dataset[T]):
     Args:
         data: The complete dataset.
         index: The numbers of this part's samples.
+
+    Obtained from:
+        `DataPartitioner.use`.
     """
 
     def __init__(self, data: SizedDataset[T], index: Sequence[int]) -> None:
@@ -81,6 +84,13 @@ class DataPartitioner(Generic[T]):
 
     Raises:
         UsageError: A fraction is negative or not finite, or they sum to more than 1.
+
+    Example:
+        ```python
+        parts = dist.DataPartitioner(range(100), [0.5, 0.5], seed=7)
+        mine = parts.use(dist.get_rank())
+        assert len(mine) == 50
+        ```
     """
 
     def __init__(

@@ -109,6 +109,16 @@ class DistributedSampler(Sampler[int]):
     Cost:
         No communication. With `shuffle` each rank makes the complete order, 8 bytes per sample, at
         the start of an epoch, and holds a list of its share.
+
+    Example:
+        ```python
+        rows = torch.utils.data.TensorDataset(torch.arange(8.0))
+        sampler = dist.DistributedSampler(rows)
+        loader = torch.utils.data.DataLoader(rows, batch_size=2, sampler=sampler)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            assert sum(len(batch) for (batch,) in loader) == 4  # half of 8, on 2 ranks
+        ```
     """
 
     def __init__(

@@ -39,6 +39,15 @@ class Vocabulary:
 
     Raises:
         UsageError: A character comes twice.
+
+    Example:
+        ```python
+        from dure import data
+
+        vocabulary = data.Vocabulary("abc")
+        tokens = vocabulary.encode("cab")
+        assert tokens.tolist() == [3, 1, 2] and vocabulary.decode(tokens) == "cab"
+        ```
     """
 
     def __init__(self, characters: str) -> None:
@@ -87,6 +96,13 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     Attributes:
         tokens: The text's numbers [n].
         length: Tokens of a window.
+
+    Example:
+        ```python
+        windows = data.Windows(tokens=torch.arange(7), length=3)
+        inputs, targets = windows[0]
+        assert inputs.tolist() == [0, 1, 2] and targets.tolist() == [1, 2, 3]
+        ```
     """
 
     tokens: torch.Tensor
@@ -118,6 +134,9 @@ class TextData:
         vocabulary: The meaning of its tokens.
         train: To learn from.
         test: To measure with; the text after `train`'s.
+
+    Obtained from:
+        `load_python_sources`.
     """
 
     name: str

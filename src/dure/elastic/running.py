@@ -133,6 +133,14 @@ class Options:
             `world_size` must be given.
         rank: This process's number, if it is not in the environment.
         world_size: How many ranks start.
+
+    Example:
+        ```python
+        from datetime import timedelta
+        from dure import elastic
+
+        options = elastic.Options(min_ranks=2, timeout=timedelta(seconds=60))
+        ```
     """
 
     min_ranks: int | None = None
@@ -170,6 +178,21 @@ def run(train: Callable[[State], T], state: State, options: Options | None = Non
     Cost:
         A lost rank costs tens of milliseconds, what `train` does before its first step, and the
         step that was in the making.
+
+    Example:
+        ```python
+        def train(state):
+            while state.step < 3:
+                state.step += 1  # here: the collectives of a step
+                state.commit()  # a lost rank costs at most the step after this
+            return state.step
+
+        def work():
+            return elastic.run(train, elastic.State(step=0))
+
+        if dist.get_rank() == 0:
+            assert dist.spawn(work, nproc=2) == [3, 3]
+        ```
     """
     options = options or Options()
     if current_world().default is not None:

@@ -38,7 +38,11 @@ _RETURNED = (dict, OrderedDict, Counter, str)
 
 
 class Snapshot:
-    """One copy of a state. Threads: one at a time."""
+    """One copy of a state. Threads: one at a time.
+
+    Obtained from:
+        Dure makes them: `State.commit` copies into one.
+    """
 
     def __init__(self) -> None:
         self.step = -1  # the commit that it belongs to; -1 while it holds nothing

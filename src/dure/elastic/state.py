@@ -40,6 +40,9 @@ class Recovery:
         agreement_s: Until the ranks agreed on the new group.
         group_s: Until it was made.
         state_s: Until all had the state.
+
+    Obtained from:
+        `State.recoveries`.
     """
 
     epoch: int
@@ -82,6 +85,17 @@ class State:
 
     Cost:
         Twice the memory of the state, on the devices where it lies.
+
+    Example:
+        ```python
+        from dure import elastic
+
+        state = elastic.State(model=torch.nn.Linear(2, 1), epoch=0)
+        state.commit()
+        state.epoch = 5
+        state.restore()  # back to the commit
+        assert state.epoch == 0
+        ```
     """
 
     def __init__(self, **attributes: Any) -> None:

@@ -43,7 +43,11 @@ class RankMember(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank has at the end of a view: the numbers of steps, -1 where it has none."""
+    """What a rank has at the end of a view: the numbers of steps, -1 where it has none.
+
+    Obtained from:
+        Dure makes them, when the ranks of an elastic job agree after a failure.
+    """
 
     committed: int = -1
     staged: int = -1

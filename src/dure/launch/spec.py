@@ -55,7 +55,16 @@ def signal_name(number: int) -> str:
 
 
 class Std(enum.IntFlag):
-    """Which of a rank's streams are meant, with torchrun's numbers."""
+    """Which of a rank's streams are meant, with torchrun's numbers.
+
+    Example:
+        ```python
+        from dure import launch
+
+        spec = launch.JobSpec(program="train.py", redirects=launch.Std.ERR, log_dir=Path("logs"))
+        assert launch.Std.ALL.has("stdout")
+        ```
+    """
 
     NONE = 0
     OUT = 1
@@ -73,7 +82,11 @@ StreamChoice = Std | Mapping[int, Std]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line that a rank wrote, as bytes and without its newline."""
+    """One line that a rank wrote, as bytes and without its newline.
+
+    Obtained from:
+        `JobSpec.on_line` is called with them.
+    """
 
     rank: int
     stream: Stream
@@ -158,6 +171,12 @@ class JobSpec:
         log_max_bytes: Start another file when a log file has this size; None: no limit.
         log_keep: How many of the earlier files of each log to keep.
         watcher: Gets the ranks' ends, reports and output, too.
+
+    Example:
+        ```python
+        spec = launch.JobSpec(program="train.py", args=("--lr", "0.1"), nproc=4, max_restarts=2)
+        # launch.run_job(spec) runs it
+        ```
     """
 
     program: str
@@ -237,7 +256,11 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class StackFrame:
-    """One level of a Python stack."""
+    """One level of a Python stack.
+
+    Obtained from:
+        `RankResult.stack`.
+    """
 
     file: str
     line: int
@@ -253,6 +276,9 @@ class Crash:
 
     `peer` is the rank the exception blames (`PeerLost.peer`), if it blames one; `exit_code` is
     what the interpreter is about to exit with.
+
+    Obtained from:
+        `RankResult.crash`.
     """
 
     type: str
@@ -264,7 +290,11 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended: with an exit code, or by a signal."""
+    """How a process ended: with an exit code, or by a signal.
+
+    Obtained from:
+        `RankResult.exit`.
+    """
 
     code: int | None = None
     signal: int | None = None
@@ -293,6 +323,9 @@ class RankResult:
     its main thread was at the moment of the first failure, innermost frame first; `last` describes
     the last operation of its process groups at that moment, `progress` the last step that it
     reported; `finished` says that its program had come to its end.
+
+    Obtained from:
+        `JobResult.ranks`, `JobResult.first_failure` and `LaunchError.report`.
     """
 
     rank: int
@@ -368,6 +401,18 @@ class JobResult:
     signal that interrupted the launcher. A job that kept going may have both, a first failure and
     0. `outlived` are the processes, as (pid, command), that the ranks left behind and the launcher
     ended.
+
+    Obtained from:
+        `run_job`.
+
+    Example:
+        ```python
+        if dist.get_rank() == 0:
+            Path("fails.py").write_text("raise SystemExit(3)")
+            result = launch.run_job(launch.JobSpec(program="fails.py", quiet=True))
+            assert not result.ok and result.exit_code == 3
+            assert result.first_failure.rank == 0
+        ```
     """
 
     exit_code: int

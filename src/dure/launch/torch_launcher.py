@@ -30,6 +30,15 @@ class LaunchConfig:
     several hosts only. `logs_specs` is a directory, or an object of torch's that has one.
     `monitor_interval`, `metrics_cfg`, `event_log_handler`, `log_line_prefix_template` and
     `numa_options` have no effect.
+
+    Example:
+        ```python
+        from dure.launcher.api import LaunchConfig, elastic_launch
+
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", max_restarts=0
+        )
+        ```
     """
 
     min_nodes: int
@@ -111,6 +120,15 @@ class elastic_launch:  # torch's name
 
     Raises:
         UsageError: The settings are not possible.
+
+    Example:
+        ```python
+        import os
+
+        if dist.get_rank() == 0:  # one process starts the ranks
+            results = elastic_launch(config, os.getenv)("RANK")
+            assert results == {0: "0", 1: "1"}
+        ```
     """
 
     def __init__(

@@ -65,6 +65,13 @@ class MoEArgs:
         load_balance_coeff: How far `update_expert_bias` moves a bias; None: there is none.
         aux_loss_coeff: Weight of the load-balancing loss in `balancing_loss`.
         z_loss_coeff: Weight of the mean squared logsumexp of logits there.
+
+    Example:
+        ```python
+        from dure.nn import experts
+
+        args = experts.MoEArgs(num_experts=4, top_k=2, num_shared_experts=0)
+        ```
     """
 
     num_experts: int = 8
@@ -101,6 +108,11 @@ class FeedForward(nn.Module):
 
     Shapes:
         x [*, d]; result [*, d].
+
+    Example:
+        ```python
+        assert experts.FeedForward(8, 16)(torch.ones(3, 8)).shape == (3, 8)
+        ```
     """
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
@@ -129,6 +141,13 @@ class GroupedExperts(nn.Module):
     Numerics:
         An expert without rows is computed as any other: its gradient is zero, and what autograd
         saves is of one kind on all ranks.
+
+    Example:
+        ```python
+        grouped = experts.GroupedExperts(8, 16, num_experts=2)
+        counts = torch.tensor([1, 3])  # a row for expert 0, and three for expert 1
+        assert grouped(torch.ones(4, 8), counts).shape == (4, 8)
+        ```
     """
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
@@ -169,6 +188,9 @@ class Routing(NamedTuple):
         num_tokens_per_expert: [E], int64.
         scores: [T, E], of all experts.
         logits: [T, E].
+
+    Obtained from:
+        `TokenChoiceTopKRouter`.
     """
 
     top_scores: torch.Tensor
@@ -187,6 +209,14 @@ class TokenChoiceTopKRouter(nn.Module):
 
     Shapes:
         x [T, d]; expert_bias [E] or None.
+
+    Example:
+        ```python
+        router = experts.TokenChoiceTopKRouter(8, args)  # 2 of 4 experts for each token
+        routing = router(torch.ones(3, 8))
+        assert routing.selected_experts.shape == (3, 2)
+        assert routing.num_tokens_per_expert.sum() == 6
+        ```
     """
 
     def __init__(self, dim: int, args: MoEArgs) -> None:
@@ -235,6 +265,12 @@ class MoE(nn.Module):
     Numerics:
         The choice of experts is not differentiated. Results do not depend on other tokens, unless
         a capacity drops some.
+
+    Example:
+        ```python
+        layer = experts.MoE(args, dim=8, hidden_dim=16)
+        assert layer(torch.ones(2, 5, 8)).shape == (2, 5, 8)
+        ```
     """
 
     def __init__(self, moe_args: MoEArgs, dim: int, hidden_dim: int) -> None:

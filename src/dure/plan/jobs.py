@@ -50,6 +50,14 @@ class Job:
 
     Raises:
         UsageError: Sizes that do not match, an unsupported precision, or an invalid batch.
+
+    Example:
+        ```python
+        from dure import plan
+
+        job = plan.Job(plan.find_model("gpt2"), batch_tokens=2**19)
+        assert job.flops > 0
+        ```
     """
 
     model: Model
@@ -156,6 +164,19 @@ def configured_model(path: str | Path) -> Model:
     Raises:
         UsageError: The file cannot be read or has no sizes, or the model has experts or quantized
             weights.
+
+    Example:
+        ```python
+        import json
+        from dure import plan
+
+        sizes = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32}
+        sizes |= {"num_attention_heads": 32, "intermediate_size": 11008}
+        path = Path(f"config{dist.get_rank()}.json")  # usually the one of a model of Hugging Face
+        path.write_text(json.dumps(sizes | {"model_type": "llama"}))
+        model = plan.configured_model(path)
+        assert (model.layers, model.width) == (32, 4096)
+        ```
     """
     try:
         found = parse_json(read_plain(path, _MOST_BYTES))

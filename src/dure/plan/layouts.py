@@ -46,6 +46,14 @@ class Layout:
         microbatch: Sequences of a microbatch.
         microbatches: Microbatches of a step.
         recompute: Recomputed activations: "none", "selective" or "full".
+
+    Example:
+        ```python
+        from dure import plan
+
+        layout = plan.Layout(dp=4, strategy="fsdp", tp=2)
+        assert layout.ranks == 8
+        ```
     """
 
     dp: int = 1

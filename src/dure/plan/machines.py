@@ -43,6 +43,16 @@ class Gpu:
         fp8_tflops: Dense matrix products in 8 bits, in 10^12 FLOP/s; 0 if unsupported.
         power: Power limit over the usual one of this kind.
         source: Source of the figures.
+
+    Example:
+        ```python
+        from dure import plan
+
+        gpu = plan.Gpu(
+            name="mine", kind="a100", bf16_tflops=312, memory_gb=80, memory_tb_s=2.0,
+            link_gb_s=300, network_gb_s=25,
+        )
+        ```
     """
 
     name: str
@@ -71,6 +81,12 @@ class Machine:
 
     Raises:
         UsageError: `nodes` or `gpus_per_node` is less than 1.
+
+    Example:
+        ```python
+        machine = plan.Machine(plan.find_gpu("a100"), nodes=2)
+        assert machine.ranks == 16
+        ```
     """
 
     gpu: Gpu

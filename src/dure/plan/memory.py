@@ -65,6 +65,16 @@ class Model:
         shared: Additional experts that process every token.
         tied: 1 if the output layer uses the embedding's weights, else 0.
         gated: 1 if the MLP has a gate (SwiGLU, three matrices), else 0 (two matrices).
+
+    Example:
+        ```python
+        from dure import plan
+
+        model = plan.Model(
+            vocabulary=32000, width=4096, layers=32, heads=32, groups=32, hidden=11008, length=4096
+        )
+        assert round(model.parameters / 1e9, 1) == 6.7
+        ```
     """
 
     vocabulary: int
@@ -170,6 +180,12 @@ class Mesh:
         cp: Parts of a sequence; these ranks also shard parameters.
         tp: Parts of each layer.
         ep: Parts of the experts; divides dp * fsdp * cp.
+
+    Example:
+        ```python
+        mesh = plan.Mesh(fsdp=8, tp=2)
+        assert mesh.ranks == 16
+        ```
     """
 
     pp: int = 1
@@ -214,6 +230,11 @@ class Training:
         recompute: Whether backward recomputes the activations of layers.
         gathers: Whether ranks along fsdp gather parameters, as over hosts and with devices; False
             for ranks of one host that share memory.
+
+    Example:
+        ```python
+        training = plan.Training(sequences=2, parameter_bytes=4, compute_bytes=2, recompute=True)
+        ```
     """
 
     sequences: int = 1
@@ -239,6 +260,9 @@ class Memory:
         scores: Scores of the last stage, their logarithms and gradient.
         gathered: Temporarily unsharded parameters, and unsharded gradients.
         freed: Freed memory that the allocator keeps.
+
+    Obtained from:
+        `dure.plan.memory`.
     """
 
     stages: tuple[range, ...]

@@ -45,6 +45,9 @@ class Row:
         ideal: Seconds for the model's FLOPs at the dense bfloat16 peak.
         spread: Ratio between measurement and prediction that 8 of 10 measurements stay within.
         simulated: Whether the pipeline was simulated.
+
+    Obtained from:
+        `Plan.rows` and `Plan.too_large`.
     """
 
     layout: Layout
@@ -96,6 +99,9 @@ class Change:
         text: A description of the change.
         layout: The fastest layout after it.
         speed: Tokens/s of that layout.
+
+    Obtained from:
+        `Plan.changes`.
     """
 
     what: str
@@ -120,6 +126,9 @@ class Plan:
         reasons: A sentence for each of the first rows.
         changes: The smallest changes of the machine after which another mesh wins.
         warnings: Properties of the job that are outside the range of the fit.
+
+    Obtained from:
+        `plan`.
     """
 
     job: Job

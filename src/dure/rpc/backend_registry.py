@@ -154,7 +154,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 
 class BackendValue(NamedTuple):
-    """The two functions of a backend; the arguments of `register_backend`."""
+    """The two functions of a backend; the arguments of `register_backend`.
+
+    Obtained from:
+        `BackendType.TENSORPIPE.value` and other members of `BackendType`.
+    """
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any] | None

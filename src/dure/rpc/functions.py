@@ -20,7 +20,11 @@ MARK = "_wrapped_async_rpc_function"
 
 @dataclass(slots=True)
 class DeferredResult:
-    """The result of a function of RPC's own that is answered with a future's value."""
+    """The result of a function of RPC's own that is answered with a future's value.
+
+    Obtained from:
+        Dure makes them, for functions of its own that answer later.
+    """
 
     future: torch.futures.Future[Any]
     counted: bool = True  # whether a shutdown waits for it

@@ -315,7 +315,11 @@ def value_type(rref: RRef[Any]) -> type:
 
 
 class RRefProxy:
-    """Calls methods of a value at its owner."""
+    """Calls methods of a value at its owner.
+
+    Obtained from:
+        `RRef.rpc_sync`, `RRef.rpc_async` and `RRef.remote`.
+    """
 
     def __init__(self, rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = -1.0) -> None:
         self.rref, self.rpc_timeout = rref, timeout

@@ -29,7 +29,15 @@ __all__ = ["Action", "Kind", "Schedule", "loop_placement", "v_placement"]
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its text form."""
+    """What an action does; the value is its text form.
+
+    Example:
+        ```python
+        from dure import schedules
+
+        assert schedules.Kind("F").is_compute and schedules.Kind("SEND_F").is_send
+        ```
+    """
 
     __hash__ = str.__hash__  # Enum's own is a function of Python: schedules have 10^5 actions
 
@@ -95,6 +103,13 @@ class Action(NamedTuple):
         kind: What is done.
         microbatch: Of which microbatch; None for actions of a complete stage.
         sub_actions: The parts of an OVERLAP_F_B, else None.
+
+    Example:
+        ```python
+        action = schedules.Action.parse("1F0")  # stage 1, forward of microbatch 0
+        assert (action.stage, action.kind, action.microbatch) == (1, schedules.Kind.FORWARD, 0)
+        assert str(action) == "1F0"
+        ```
     """
 
     stage: int
@@ -223,6 +238,9 @@ class Schedule:
         placement: For each stage its rank.
         microbatches: How many a batch is cut into.
         name: Its name in tables and pictures.
+
+    Obtained from:
+        `make_schedule`, `read_schedule` and `Schedule.of_lists`.
     """
 
     ranks: tuple[tuple[Action | None, ...], ...]

@@ -26,6 +26,9 @@ class Generator:
         v_shaped: Stages go over the ranks there and back, not round and round.
         microbatches_a_stage: The least number of microbatches for each stage.
         trains: It has backwards.
+
+    Obtained from:
+        `find_generator` and `SCHEDULES`.
     """
 
     name: str

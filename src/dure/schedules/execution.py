@@ -42,7 +42,11 @@ _SENT_BY = {
 
 
 class Span(NamedTuple):
-    """An action and when it keeps its rank busy; SEND and RECV are posted at the end."""
+    """An action and when it keeps its rank busy; SEND and RECV are posted at the end.
+
+    Obtained from:
+        `Simulation.spans`.
+    """
 
     action: Action
     start: float

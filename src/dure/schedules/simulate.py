@@ -69,6 +69,9 @@ class Simulation:
         peak_activations: For each rank, the most microbatches' activations that it holds at once,
             counted over its stages.
         peak_bytes: The same in bytes of `activation_bytes`.
+
+    Obtained from:
+        `simulate`.
     """
 
     schedule: Schedule

@@ -32,6 +32,17 @@ class Store(ABC):
     Threads:
         Every method may be called from any thread. Lifetime: keys live as long as the store's host
         (a process, a file, a server) does.
+
+    Obtained from:
+        Its subclasses, such as `TCPStore` and `FileStore`; `ProcessGroup.get_group_store`.
+
+    Example:
+        ```python
+        store = dist.FileStore("shared.keys")  # any other store has the same methods
+        if dist.get_rank() == 0:
+            store.set("learning_rate", "0.1")
+        assert store.get("learning_rate") == b"0.1"  # waits for the key
+        ```
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:

@@ -89,6 +89,18 @@ class EtcdStore(AskingStore):
     Cost:
         A round trip and, for a write, a majority's disk, so 1 to 10 ms per call. If n ranks add to
         one key at once, the last one needs up to n round trips.
+
+    Example:
+        ```python
+        from datetime import timedelta
+        from dure.store.etcd_gateway import EtcdOptions
+
+        try:
+            options = EtcdOptions(endpoints=("127.0.0.1:9",))
+            store = dist.EtcdStore(options, job="mine", timeout=timedelta(seconds=1))
+        except dist.StoreTimeout as error:  # no etcd is at this address
+            print(error)
+        ```
     """
 
     def __init__(

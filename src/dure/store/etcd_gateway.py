@@ -71,6 +71,13 @@ class EtcdOptions:
         key: File with its key.
         user: Our name, if etcd asks for one.
         password: Our password.
+
+    Example:
+        ```python
+        from dure.store.etcd_gateway import EtcdOptions
+
+        options = EtcdOptions(endpoints=("etcd-0:2379", "etcd-1:2379"), user="training")
+        ```
     """
 
     endpoints: tuple[str, ...]

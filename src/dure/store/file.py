@@ -75,6 +75,15 @@ class FileStore(AskingStore):
     Threads:
         Any number may use one store. A forked child may use it too; only the process that made the
         store closes it.
+
+    Example:
+        ```python
+        store = dist.FileStore("shared.keys", world_size=2)  # both ranks open the file
+        store.set(f"ready{dist.get_rank()}", "yes")
+        store.wait(["ready0", "ready1"])
+        dist.barrier()
+        store.close()
+        ```
     """
 
     def __init__(

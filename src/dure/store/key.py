@@ -94,6 +94,16 @@ class JobKey:
 
     Raises:
         StoreError: There are more of them, or fewer.
+
+    Example:
+        ```python
+        import secrets
+        from dure.store import JobKey
+
+        key = JobKey(secrets.token_bytes(32))
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, key=key)
+        store.close()
+        ```
     """
 
     __slots__ = ("_pairs", "raw")

@@ -23,6 +23,13 @@ class HashStore(AskingStore):
 
     Args:
         timeout: How long `get` and `wait` wait.
+
+    Example:
+        ```python
+        store = dist.HashStore()
+        store.set("step", "1")
+        assert store.add("step", 2) == 3
+        ```
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:

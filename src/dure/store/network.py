@@ -274,6 +274,24 @@ class TCPStore(NetworkStore):
 
     Cost:
         One round trip each call, about 80 us on one host; the server never polls.
+
+    Example:
+        ```python
+        import secrets
+        from dure.store import JobKey
+
+        keys = [secrets.token_bytes(32), 0]  # `dure run` gives the ranks a key, and a port
+        dist.broadcast_object_list(keys, src=0)
+        rank, key = dist.get_rank(), JobKey(keys[0])
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, key=key) if rank == 0 else None
+        port = [server.port if server else 0]
+        dist.broadcast_object_list(port, src=0)
+        store = server or dist.TCPStore("127.0.0.1", port[0], key=key)
+        store.set(f"ready{rank}", "yes")
+        store.wait(["ready0", "ready1"])
+        dist.barrier()
+        store.close()
+        ```
     """
 
     def __init__(

@@ -19,6 +19,13 @@ class PrefixStore(Store):
         store: Where the keys really lie. It stays the caller's: `close` does not close it.
 
     `num_keys` and `list_keys` see the keys below the prefix only. The timeout is that of `store`.
+
+    Example:
+        ```python
+        store = dist.HashStore()
+        dist.PrefixStore("epoch1", store).set("loss", "0.5")
+        assert store.get("epoch1/loss") == b"0.5"
+        ```
     """
 
     def __init__(self, prefix: str, store: Store) -> None:

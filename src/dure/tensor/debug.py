@@ -71,6 +71,9 @@ class CommCounts(dict[Any, int]):
 
     Keys are operators of torch, such as ``torch.ops.c10d_functional.all_reduce``. Look-ups also
     accept ``torch.ops._c10d_functional.all_reduce`` and names ("c10d_functional.all_reduce").
+
+    Obtained from:
+        `CommDebugMode.get_comm_counts`.
     """
 
     def __getitem__(self, key: Any) -> int:

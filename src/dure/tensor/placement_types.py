@@ -108,7 +108,11 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Ten
 
 @dataclass(frozen=True)
 class Placement:
-    """How a tensor is distributed along one axis of a mesh: Shard, Replicate or Partial."""
+    """How a tensor is distributed along one axis of a mesh: Shard, Replicate or Partial.
+
+    Obtained from:
+        `DTensor.placements`; programs make `Shard`, `Replicate` and `Partial`.
+    """
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Return whether the axis cuts a dimension of the tensor.
@@ -142,6 +146,15 @@ class Shard(Placement):
 
     Raises:
         PlacementError: `dim` is not an integer.
+
+    Example:
+        ```python
+        from dure.tensor import Shard, distribute_tensor, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2,))
+        rows = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+        assert rows.to_local().shape == ((3, 2) if dist.get_rank() == 0 else (2, 2))
+        ```
     """
 
     dim: int
@@ -199,6 +212,16 @@ class StridedShard(Shard):
     It results from flattening dimensions of which an inner one is cut, and from cutting a dimension
     along a later axis first: FSDP over tensor parallelism is ``(StridedShard(0, split_factor=tp),
     Shard(0))``.
+
+    Example:
+        ```python
+        from dure.tensor import DTensor
+        from dure.tensor.placement_types import StridedShard
+
+        parts = StridedShard(0, split_factor=2)  # a part of each half of the rows
+        mine = torch.tensor([0, 2] if dist.get_rank() == 0 else [1, 3])
+        assert DTensor.from_local(mine, mesh, [parts]).full_tensor().tolist() == [0, 1, 2, 3]
+        ```
     """
 
     split_factor: int
@@ -237,7 +260,15 @@ class StridedShard(Shard):
 
 @dataclass(frozen=True, repr=False)
 class Replicate(Placement):
-    """Each rank has the full tensor, or the same part if another axis cuts it."""
+    """Each rank has the full tensor, or the same part if another axis cuts it.
+
+    Example:
+        ```python
+        from dure.tensor import Replicate
+
+        assert rows.redistribute(placements=[Replicate()]).to_local().shape == (5, 2)
+        ```
+    """
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -255,6 +286,14 @@ class Partial(Placement):
 
     Raises:
         PlacementError: Another reduction.
+
+    Example:
+        ```python
+        from dure.tensor import DTensor, Partial
+
+        terms = DTensor.from_local(torch.ones(2), mesh, [Partial()])  # one from each rank
+        assert terms.full_tensor().tolist() == [2.0, 2.0]
+        ```
     """
 
     reduce_op: str = "sum"
@@ -273,7 +312,11 @@ class Partial(Placement):
 
 
 class MaskPartial(Partial):
-    """torch's placement for a lookup in a table sharded by rows; no operator returns it here."""
+    """torch's placement for a lookup in a table sharded by rows; no operator returns it here.
+
+    Obtained from:
+        No function of Dure; the class is here for programs that compare with it.
+    """
 
 
 # Torch's names.

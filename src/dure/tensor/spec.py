@@ -43,7 +43,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape, strides and dtype of a full tensor."""
+    """Shape, strides and dtype of a full tensor.
+
+    Obtained from:
+        `DTensorSpec.tensor_meta`.
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -143,6 +147,9 @@ class DTensorSpec:
     Raises:
         PlacementError: Placements do not fit the tensor or the mesh.
         UsageError: `tensor_meta` is not a TensorMeta.
+
+    Obtained from:
+        The specs of `Operation.inputs` and `Operation.outputs`, and `DTensor._spec`.
     """
 
     __slots__ = (

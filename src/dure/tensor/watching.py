@@ -38,6 +38,9 @@ class Operation:
         backward: Whether autograd ran it.
         unruled: Whether the operator has no sharding rule.
         functional: Whether `plain` is a functional collective that the program called.
+
+    Obtained from:
+        `Explanation.operations`.
     """
 
     name: str
@@ -172,6 +175,9 @@ class Explanation:
     Attributes:
         result: The function's result.
         operations: The operations, in the order of the calls.
+
+    Obtained from:
+        `explain`.
     """
 
     result: Any

@@ -32,6 +32,15 @@ def register() -> None:
 
     Cost:
         Microseconds, once torch is imported.
+
+    Example:
+        ```python
+        import torch.distributed
+        from dure import torch_backend
+
+        torch_backend.register()  # `import torch` does it, too, where Dure is installed
+        assert torch.distributed.is_backend_available("dure")
+        ```
     """
     import torch.distributed as torch_dist  # lazy: torch loads this module while it is imported
 
@@ -57,6 +66,11 @@ def autoload() -> None:
 
     If DURE_STAND_IN is set, Dure replaces the backend that it names (see `stand_in`). If a
     program imports this module before torch, torch calls this during `register`.
+
+    Example:
+        ```python
+        torch_backend.autoload()  # torch does so; `register` is for programs
+        ```
     """
     register()
     # Read here and not by dure.env, which `import torch` would pay for in every program.
@@ -71,6 +85,14 @@ def make_default() -> None:
 
     Registering a backend does not change the default. Programs that name a backend are not
     affected.
+
+    Example:
+        ```python
+        torch_backend.make_default()
+        defaults = torch.distributed.Backend.default_device_backend_map
+        assert defaults["cpu"] == "dure"
+        defaults["cpu"] = "gloo"  # torch's own default again
+        ```
     """
     import torch.distributed as torch_dist  # lazy: torch loads this module while it is imported
 

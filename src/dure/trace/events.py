@@ -58,6 +58,9 @@ class Hook:
     Threads:
         Hooks run on the thread that calls or completes the operation. They must be quick, must not
         communicate, and may be called from several threads at once.
+
+    Obtained from:
+        `add_hook`.
     """
 
     before: EventHook | None = None
@@ -183,6 +186,16 @@ def span(event: Event) -> Generator[Event]:
 
     Yields:
         The event with its start time.
+
+    Example:
+        ```python
+        ring = trace.Ring()
+        hook = trace.add_hook(after=ring.append)
+        with trace.span(trace.Event(group="mine", op="load")):
+            torch.ones(3).sum()  # what is measured
+        trace.remove_hook(hook)
+        assert [event.op for event in ring.snapshot()] == ["load"]
+        ```
     """
     event = begin(event)
     try:
@@ -201,6 +214,16 @@ class Ring:
 
     Threads:
         Every method may be called from any thread.
+
+    Example:
+        ```python
+        ring = trace.Ring(capacity=2)
+        hook = trace.add_hook(after=ring.append)
+        for _ in range(3):
+            dist.barrier()
+        trace.remove_hook(hook)
+        assert len(ring.snapshot()) == 2 and ring.num_seen == 3
+        ```
     """
 
     def __init__(self, capacity: int = 1024) -> None:

@@ -17,7 +17,11 @@ MESSAGES = frozenset({"send", "isend", "recv", "irecv", "rpc", "remote", "to_her
 
 
 class State(Enum):
-    """The state of an operation."""
+    """The state of an operation.
+
+    Obtained from:
+        `Record.state`.
+    """
 
     STARTED = "started"
     """It was called and has not ended."""
@@ -53,6 +57,9 @@ class Record:
             noticed); 0 before it.
         state: The state of the operation.
         error: Type name of the error of a failed operation.
+
+    Obtained from:
+        `records`; hooks of `add_hook` receive them as events.
     """
 
     group: str

@@ -49,6 +49,9 @@ class Span:
             which identifies them among the operations of `group`; else 0.
         group: Name of the process group of the operations; empty if there is none.
         details: Other facts by name.
+
+    Obtained from:
+        `spans`.
     """
 
     name: str

@@ -62,6 +62,13 @@ class JoinHook:
         preparation: How a rank becomes able to shadow, for the error if `can_shadow` is False.
         warns_of_many_rounds: Whether a rank that shadows 1,000 times gets a `PerformanceWarning`:
             it has fewer inputs, and would be idle less if they were divided more evenly.
+
+    Example:
+        ```python
+        class Counted(dist.JoinHook):  # of the joinable below
+            def main_hook(self):  # for each step of the others
+                dist.all_reduce(torch.zeros(1))
+        ```
     """
 
     preparation = ""
@@ -109,6 +116,32 @@ class Joinable(ABC):
 
     Attributes:
         join_slot: Its place in the context that it is in; None outside. Set by `Join`.
+
+    Example:
+        ```python
+        class Counter(dist.Joinable):
+            def count(self):
+                dist.Join.notify_join_context(self)
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                return int(total)
+
+            def join_hook(self, **kwargs):
+                return Counted()
+
+            @property
+            def join_device(self):
+                return torch.device("cpu")
+
+            @property
+            def join_process_group(self):
+                return dist.group.WORLD
+
+        counter = Counter()
+        with dist.Join([counter]):
+            counts = [counter.count() for _ in range(1 + dist.get_rank())]
+        assert counts == [2, 1][: len(counts)]  # rank 1 is alone in its second step
+        ```
     """
 
     join_slot: JoinSlot | None = None
@@ -223,6 +256,15 @@ class Join:
     Attributes:
         group: The ranks that take part.
         throw_on_early_termination: As given.
+
+    Example:
+        ```python
+        model = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        batches = [torch.ones(1, 2)] * (1 + dist.get_rank())  # 1 on rank 0, 2 on rank 1
+        with dist.Join([model]):
+            for batch in batches:
+                model(batch).sum().backward()
+        ```
     """
 
     def __init__(

@@ -41,6 +41,9 @@ class ModuleTimes:
         ahead_s: Its gathers ran while something else computed.
         unshard_s: Starting its gathers, and waiting for them.
         reduce_s: Starting to reduce its gradients, and waiting for that.
+
+    Obtained from:
+        `StepReport.modules`.
     """
 
     ahead_s: float = 0.0

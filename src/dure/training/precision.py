@@ -69,6 +69,13 @@ class MixedPrecision:
         module_classes_to_ignore: Modules of these classes, and all inside them, compute in their
             own dtype. Batch norm by default: its statistics need the bits.
         modules_to_ignore: The same for single modules, by their paths.
+
+    Example:
+        ```python
+        precision = dist.MixedPrecision(param_dtype=torch.bfloat16)
+        model = dist.DistributedDataParallel(torch.nn.Linear(2, 1), mixed_precision=precision)
+        assert model(torch.ones(1, 2)).dtype is torch.bfloat16
+        ```
     """
 
     param_dtype: torch.dtype | None = None

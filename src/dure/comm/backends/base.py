@@ -65,6 +65,9 @@ class BackendOptions:
         eager_bytes: A send of more bytes waits until it is received; with 0 every send does. None:
             the backend decides. Tests set it to find deadlocks.
         pg_options: The `pg_options` or `backend_options` of the program.
+
+    Obtained from:
+        `register_backend`: its factory receives them for each group.
     """
 
     store: Store
@@ -102,7 +105,11 @@ class BackendOptions:
 
 
 class Backend(Protocol):
-    """A set of ranks that can communicate (see the module's text for the contract)."""
+    """A set of ranks that can communicate (see the module's text for the contract).
+
+    Obtained from:
+        A custom one is made by the factory that `register_backend` is given.
+    """
 
     name: str
     """The name that programs pass: "shm", "threads", "gloo", "nccl"."""

@@ -58,6 +58,9 @@ class Request:
         ended: Whether it has ended, successfully or not.
         error: The error it ended with; None while it is pending, or after a success.
         source: Group rank of the sender of a finished receive; -1 otherwise.
+
+    Obtained from:
+        A custom `Backend` makes them; programs get a `Work`.
     """
 
     __slots__ = ("__weakref__", "_forks", "_keep", "_lock", "_over", "ended", "error", "source")

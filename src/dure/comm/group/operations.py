@@ -59,6 +59,17 @@ class ProcessGroup(GroupCore):
     Threads:
         `Work` objects may be used from any thread. Tensors belong to an operation until it has
         ended.
+
+    Obtained from:
+        `new_group`, `split_group`, `DeviceMesh.get_group`; `dure.group.WORLD` is the default group.
+
+    Example:
+        ```python
+        pair = dist.new_group([0, 1])
+        tensor = torch.tensor([pair.rank() + 1.0])
+        pair.all_reduce(tensor)  # or dist.all_reduce(tensor, group=pair)
+        assert tensor.item() == 3.0 and pair.size() == 2
+        ```
     """
 
     splitter: ClassVar[Callable[..., ProcessGroup | None]]

@@ -80,6 +80,18 @@ class GradScaler(torch.amp.GradScaler):
         Desync: From `unscale_` or `step`, on all ranks: their scalers are not in the same state.
         UsageError: From `unscale_` or `step`: no rank has scaled a loss; or the optimizer steps
             inside backward, with gradients that are still scaled.
+
+    Example:
+        ```python
+        model = dist.DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = dist.GradScaler(device="cpu")
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.ones(2, 4)).float().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)  # no rank steps if the gradients of one have overflowed
+        scaler.update()
+        ```
     """
 
     def __init__(

@@ -39,6 +39,19 @@ class ModelAverager(ABC):
 
     Attributes:
         step: How often `average_parameters` was called. A resumed job sets it.
+
+    Example:
+        ```python
+        class Every(dist.ModelAverager):  # an own averager
+            def average_parameters(self, params):
+                for parameter in params:
+                    dist.all_reduce(parameter.data, dist.ReduceOp.AVG)
+                self.step += 1
+
+        weight = torch.nn.Parameter(torch.tensor([float(dist.get_rank())]))
+        Every().average_parameters([weight])
+        assert weight.item() == 0.5
+        ```
     """
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
@@ -60,6 +73,16 @@ class PeriodicModelAverager(ModelAverager):
 
     Raises:
         UsageError: `period` is not positive, or `warmup_steps` negative.
+
+    Example:
+        ```python
+        averager = dist.PeriodicModelAverager(period=2)
+        weight = torch.nn.Parameter(torch.tensor([float(dist.get_rank())]))
+        for _ in range(2):  # a training step
+            weight.sum().backward()
+            averager.average_parameters([weight])  # parameters with a gradient
+        assert weight.item() == 0.5
+        ```
     """
 
     def __init__(
@@ -104,6 +127,13 @@ class HierarchicalModelAverager(ModelAverager):
 
     Collective:
         Construction makes groups; all ranks of `process_group`.
+
+    Example:
+        ```python
+        averager = dist.HierarchicalModelAverager({4: 2})  # over both ranks every 4 steps
+        for _ in range(4):
+            averager.average_parameters(torch.nn.Linear(2, 1).parameters())
+        ```
     """
 
     def __init__(

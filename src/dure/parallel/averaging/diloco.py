@@ -98,6 +98,17 @@ class DiLoCo(Outer):
 
     Numerics:
         After the end of a round all ranks have bitwise the same parameters.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(2, 1)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = dist.DiLoCo(inner, period=2)
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()  # every second one communicates
+            optimizer.zero_grad()
+        ```
     """
 
     def __init__(

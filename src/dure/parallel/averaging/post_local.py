@@ -108,6 +108,18 @@ class PostLocalSGDOptimizer(Outer):
 
     Collective:
         `step`, whenever the averager averages.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        averager = dist.PeriodicModelAverager(period=2, warmup_steps=1)
+        optimizer = dist.PostLocalSGDOptimizer(inner, averager)
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:

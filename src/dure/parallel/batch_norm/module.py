@@ -54,6 +54,14 @@ class SyncBatchNorm(BatchNorm):
     Raises:
         ShapeError: The input has less than 2 dimensions, another number of channels, or, on all
             ranks, one value per channel altogether.
+
+    Example:
+        ```python
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        model = dist.SyncBatchNorm.convert_sync_batchnorm(model)
+        assert isinstance(model[1], dist.SyncBatchNorm)
+        model = dist.DistributedDataParallel(model)
+        ```
     """
 
     communicates_in_forward = True

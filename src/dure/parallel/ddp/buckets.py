@@ -358,6 +358,21 @@ class GradBucket:
 
     Attributes:
         group: The ranks that the gradients are averaged over.
+
+    Obtained from:
+        A communication hook of `DistributedDataParallel` is called with it.
+
+    Example:
+        ```python
+        def summed(state, bucket):  # sums instead of means
+            work = dist.all_reduce(bucket.buffer(), async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
+
+        model = dist.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        model.register_comm_hook(None, summed)
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.module.weight.grad.tolist() == [[2.0, 2.0]]
+        ```
     """
 
     __slots__ = ("_bucket", "_buffer", "_last", "group")

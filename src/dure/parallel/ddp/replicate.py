@@ -24,7 +24,11 @@ _REPLICA = "_dure_replica"
 
 
 class DDP(InPlace):
-    """What a module is besides its own class after `replicate`."""
+    """What a module is besides its own class after `replicate`.
+
+    Obtained from:
+        `replicate`, which adds it to the classes of the module.
+    """
 
     prefix = "DDP"
     made_by = "replicate"

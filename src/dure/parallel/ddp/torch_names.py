@@ -52,7 +52,14 @@ _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VIS
 
 
 class BuiltinCommHookType(Enum):
-    """Communication hooks that torch has in C++, and `register_comm_hook` in Python."""
+    """Communication hooks that torch has in C++, and `register_comm_hook` in Python.
+
+    Example:
+        ```python
+        model = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        ```
+    """
 
     ALLREDUCE = auto()
     """Averages, as without a hook."""

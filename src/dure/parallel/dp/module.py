@@ -53,6 +53,12 @@ class DataParallel(torch.nn.Module):
     Raises:
         ModuleError: The module is elsewhere, or cannot be replicated; from forward: it was moved.
         ShapeError: From forward: arguments that do not split into the same number of parts.
+
+    Example:
+        ```python
+        model = dist.DataParallel(torch.nn.Linear(2, 1), device_ids=["cpu", "cpu"])  # two threads
+        assert model(torch.ones(4, 2)).shape == (4, 1)
+        ```
     """
 
     def __init__(

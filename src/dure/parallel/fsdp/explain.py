@@ -31,6 +31,9 @@ class GroupLine:
             while they are used with *gathered*.
         strategy: Its name.
         why: Why it was chosen.
+
+    Obtained from:
+        `Sharding.groups`.
     """
 
     module: str
@@ -54,6 +57,9 @@ class Sharding:
         buffers: The dtype of each buffer by its path.
         forward, backward: Paths of the modules in the order in which they are gathered, each
             while the one before computes; empty before the first step.
+
+    Obtained from:
+        `dure.fsdp.explain`.
     """
 
     groups: tuple[GroupLine, ...]

@@ -22,7 +22,11 @@ __all__ = ["FSDPModule", "UnshardHandle", "join_step", "share_comm_ctx"]
 
 
 class UnshardHandle:
-    """Of an `FSDPModule.unshard` that runs."""
+    """Of an `FSDPModule.unshard` that runs.
+
+    Obtained from:
+        `FSDPModule.unshard(async_op=True)`.
+    """
 
     def __init__(self, state: FSDPState) -> None:
         self._state: FSDPState | None = state
@@ -36,7 +40,20 @@ class UnshardHandle:
 
 
 class FSDPModule(InPlace):
-    """What a sharded module is besides its own class; see torch.distributed.fsdp.FSDPModule."""
+    """What a sharded module is besides its own class; see torch.distributed.fsdp.FSDPModule.
+
+    Obtained from:
+        `fully_shard`, which adds it to the classes of the module.
+
+    Example:
+        ```python
+        model = fsdp.fully_shard(torch.nn.Linear(4, 4))
+        assert isinstance(model, fsdp.FSDPModule) and isinstance(model, torch.nn.Linear)
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)  # gradients are reduced once
+            model(torch.ones(1, 4)).sum().backward()
+        ```
+    """
 
     prefix = "FSDP"
     made_by = "fully_shard"

@@ -21,6 +21,13 @@ class MixedPrecisionPolicy:
         reduce_dtype: In which gradients are reduced; where None, the dtype that they come in.
         output_dtype: Of forward's floating-point outputs; None leaves it.
         cast_forward_inputs: Cast floating-point inputs of forward to `param_dtype`.
+
+    Example:
+        ```python
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = fsdp.fully_shard(torch.nn.Linear(4, 4), mp_policy=policy)
+        assert model(torch.ones(1, 4)).dtype is torch.bfloat16
+        ```
     """
 
     param_dtype: torch.dtype | None = None
@@ -40,6 +47,13 @@ class OffloadPolicy:
         path: A folder, for models that are larger than the host's memory: they stay in files
             there, which the kernel reads and writes back as memory is needed. The same folder on
             all ranks of a host. None: they stay in memory.
+
+    Example:
+        ```python
+        Path("offloaded").mkdir(exist_ok=True)
+        policy = fsdp.OffloadPolicy(path="offloaded")  # files in place of memory
+        model = fsdp.fully_shard(torch.nn.Linear(4, 4), offload_policy=policy)
+        ```
     """
 
     path: str | os.PathLike[str] | None = field(default=None, kw_only=True)
@@ -55,6 +69,11 @@ class CPUOffloadPolicy(OffloadPolicy):
         path: As for `OffloadPolicy`.
         pin_memory: Keep them in page-locked memory, which a device copies while the host continues,
             if the device's module of torch has an allocator for it.
+
+    Example:
+        ```python
+        model = fsdp.fully_shard(torch.nn.Linear(4, 4), offload_policy=fsdp.CPUOffloadPolicy())
+        ```
     """
 
     pin_memory: bool = True
@@ -67,6 +86,11 @@ class DataParallelMeshDims:
     Attributes:
         shard: One name, or several that are taken as one axis.
         replicate: The same for the axis of replicas.
+
+    Example:
+        ```python
+        axes = fsdp.DataParallelMeshDims(shard="fsdp", replicate="dp")
+        ```
     """
 
     shard: str | tuple[str, ...] | None = None

@@ -41,6 +41,19 @@ class TensorBoardWriter:
 
     Raises:
         UsageError: TensorBoard is not installed, on a rank that has to write.
+
+    Example:
+        ```python
+        model = dist.DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        meter = dist.StepMeter(model, optimizer)
+        with dist.TensorBoardWriter("runs/board", meter, every=1) as board:
+            for batch in meter.batches([torch.ones(2, 4)] * 3):
+                loss = model(batch).sum()
+                loss.backward()
+                optimizer.step()
+                board.write(loss=loss.item())
+        ```
     """
 
     def __init__(

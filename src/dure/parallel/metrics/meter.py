@@ -118,6 +118,19 @@ class StepMeter:
 
     Raises:
         UsageError: `optimizer` is no torch optimizer.
+
+    Example:
+        ```python
+        model = dist.DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        meter = dist.StepMeter(model, optimizer)
+        for batch in meter.batches([torch.ones(2, 4)] * 3):
+            model(batch).sum().backward()
+            optimizer.step()
+        assert meter.num_steps == 3
+        report = meter.report()  # its text is a table; all ranks call
+        assert report.samples_per_s > 0
+        ```
     """
 
     def __init__(

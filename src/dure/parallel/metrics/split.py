@@ -42,6 +42,9 @@ class StepSplit:
         total_s: The complete step.
         samples: How many this rank trained on.
         num_bytes: Size of the gradients that were reduced, on this rank.
+
+    Obtained from:
+        `StepMeter.last`, `StepMeter.steps` and `StepReport.ranks`.
     """
 
     data_wait_s: float = 0.0
@@ -112,6 +115,9 @@ class StepReport:
         num_steps: How many they are the medians of.
         rank: The reporting rank; all ranks have the same report except for this and the following.
         modules: Of a sharded module, the medians of what this rank waited for, by module.
+
+    Obtained from:
+        `StepMeter.report`.
     """
 
     ranks: tuple[StepSplit, ...]

@@ -34,6 +34,9 @@ class StageCut:
         stages: The modules, one a stage. A layer keeps the name that it had in the list.
         parts: Which layers each stage has.
         costs: Of each layer.
+
+    Obtained from:
+        `cut`.
     """
 
     stages: list[nn.Sequential]

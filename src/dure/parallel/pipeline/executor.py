@@ -82,6 +82,14 @@ class PipelineOptions:
             exchange that ends a step.
         nan_watch: Outputs, gradients and losses of every stage are looked at; where one is not
             finite, all ranks raise, and name stage, microbatch and action.
+
+    Example:
+        ```python
+        from dure import pipelining
+
+        options = pipelining.PipelineOptions(losses_everywhere=True, nan_watch=True)
+        # pipelining.ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss, options=options)
+        ```
     """
 
     losses_everywhere: bool = False

@@ -66,7 +66,15 @@ def pipe_split() -> None:
 
 
 class SplitPoint(Enum):
-    """Where to cut at a submodule."""
+    """Where to cut at a submodule.
+
+    Example:
+        ```python
+        from dure import pipelining
+
+        at = {"layers.4": pipelining.SplitPoint.BEGINNING}  # split_spec of `pipeline`
+        ```
+    """
 
     BEGINNING = 1
     """Before it: it is the first of a stage."""
@@ -82,6 +90,9 @@ class PipeInfo:
         num_stages: How many there are.
         graph: All of them, as one graph.
         tied: Paths of parameters that several stages use, by stage.
+
+    Obtained from:
+        `Pipe.info`.
     """
 
     num_stages: int
@@ -98,6 +109,9 @@ class Pipe(nn.Module):
     Attributes:
         num_stages: How many there are.
         split_gm: Has the stages as submodules `submod_0`, `submod_1`, ..., and calls them in order.
+
+    Obtained from:
+        `pipeline`.
     """
 
     def __init__(self, stages: list[fx.GraphModule], graph: fx.Graph) -> None:

@@ -21,7 +21,17 @@ __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks", "
 
 
 class TensorChunkSpec:
-    """A tensor is cut along `split_dim`; chunks are as equal as possible, the first the largest."""
+    """A tensor is cut along `split_dim`; chunks are as equal as possible, the first the largest.
+
+    Example:
+        ```python
+        from dure.pipelining import microbatch
+
+        specs = microbatch.TensorChunkSpec.from_tuple((1,))  # the first argument, along dimension 1
+        args, _ = microbatch.split_args_kwargs_into_chunks((torch.ones(3, 4),), {}, 2, specs)
+        assert [chunk[0].shape for chunk in args] == [(3, 2), (3, 2)]
+        ```
+    """
 
     def __init__(self, split_dim: int) -> None:
         self.split_dim = split_dim

@@ -66,6 +66,9 @@ class PipelineContext:
         arg_mbs, kwarg_mbs, target_mbs: Of each microbatch.
         losses: The list that was given to `step`.
         run: Carries out an action as it is done without the function.
+
+    Obtained from:
+        A function of `PipelineSchedule.register_custom_function` is called with it.
     """
 
     schedule_ref: PipelineSchedule
@@ -83,6 +86,9 @@ class PipelineSchedule:
         scale_grads: Losses are divided by the number of microbatches before backward.
         pipeline_order: For each rank its computations, with None where it idles.
         pipeline_order_with_comms: For each rank all its actions.
+
+    Obtained from:
+        Its subclasses, such as `Schedule1F1B`.
     """
 
     name: str | None = None
@@ -391,6 +397,9 @@ class PipelineScheduleSingle(PipelineSchedule):
         stage: This rank's.
         n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads,
             options: As of `PipelineScheduleMulti`.
+
+    Obtained from:
+        Its subclasses, such as `Schedule1F1B`.
     """
 
     def __init__(
@@ -429,6 +438,9 @@ class PipelineScheduleMulti(PipelineSchedule):
 
     Raises:
         UsageError: The stages do not fit the schedule; says what would.
+
+    Obtained from:
+        Its subclasses, such as `ScheduleInterleaved1F1B`.
     """
 
     def __init__(
@@ -454,7 +466,24 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 
 class PipelineScheduleRuntime(PipelineScheduleMulti):
-    """A schedule whose lists a subclass gives, or a file (`_load_csv`)."""
+    """A schedule whose lists a subclass gives, or a file (`_load_csv`).
+
+    Example:
+        ```python
+        import os
+        from dure import pipelining
+        from dure.pipelining.schedules import _PipelineScheduleRuntime
+
+        rank, device = dist.get_rank(), torch.device("cpu")
+        lines = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]  # one for each rank
+        Path("order.csv").write_text(os.linesep.join(lines))
+        dist.barrier()
+        stage = pipelining.PipelineStage(torch.nn.Linear(4, 4), rank, 2, device)
+        schedule = _PipelineScheduleRuntime([stage], 2, torch.nn.functional.mse_loss)
+        schedule._load_csv("order.csv")
+        schedule.step(*([torch.ones(8, 4)] if rank == 0 else []), target=torch.zeros(8, 4))
+        ```
+    """
 
 
 class _Named(PipelineScheduleRuntime):
@@ -509,6 +538,21 @@ class ScheduleGPipe(PipelineScheduleSingle):
     Cost:
         Each rank is idle for (P - 1) / (M + P - 1) of a step, with P equal stages and M
         microbatches, and holds the activations of M microbatches.
+
+    Example:
+        ```python
+        from dure import pipelining
+
+        rank = dist.get_rank()
+        stage = pipelining.PipelineStage(torch.nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+        schedule = pipelining.ScheduleGPipe(stage, 4, torch.nn.functional.mse_loss)
+        if rank == 0:
+            schedule.step(torch.ones(8, 4))
+        else:
+            losses = []
+            schedule.step(target=torch.zeros(8, 4), losses=losses)
+            assert len(losses) == 4  # one per microbatch
+        ```
     """
 
     name = "gpipe"
@@ -534,6 +578,17 @@ class Schedule1F1B(PipelineScheduleSingle):
     Cost:
         Each rank is idle for (P - 1) / (M + P - 1) of a step, with P equal stages and M
         microbatches, and holds the activations of at most P microbatches.
+
+    Example:
+        ```python
+        stage = pipelining.PipelineStage(torch.nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+        schedule = pipelining.Schedule1F1B(stage, 4, torch.nn.functional.mse_loss)
+        if rank == 0:
+            schedule.step(torch.ones(8, 4))
+        else:
+            output = schedule.step(target=torch.zeros(8, 4))
+            assert output.shape == (8, 4)
+        ```
     """
 
     name = "1f1b"
@@ -555,6 +610,14 @@ class ScheduleForwardOnly(PipelineScheduleSingle):
 
     Raises:
         UsageError: The stage does not fit the schedule; the message says what would.
+
+    Example:
+        ```python
+        from dure.pipelining.schedules import _ScheduleForwardOnly
+
+        schedule = _ScheduleForwardOnly(stage, 4)
+        schedule.step(*([torch.ones(8, 4)] if rank == 0 else []))
+        ```
     """
 
     name = "forward-only"
@@ -578,6 +641,23 @@ class ScheduleInterleaved1F1B(_Named):
 
     Raises:
         UsageError: The stages do not fit the schedule; the message says what would.
+
+    Example:
+        ```python
+        def two_stages(*, v_shaped=False):
+            numbers = (rank, 3 - rank) if v_shaped else (rank, rank + 2)
+            device = torch.device("cpu")
+            return [
+                pipelining.PipelineStage(torch.nn.Linear(4, 4), number, 4, device)
+                for number in numbers
+            ]
+
+        schedule = pipelining.ScheduleInterleaved1F1B(two_stages(), 4, torch.nn.functional.mse_loss)
+        if rank == 0:  # has stages 0 and 2
+            schedule.step(torch.ones(8, 4))
+        else:  # has stages 1 and 3
+            schedule.step(target=torch.zeros(8, 4))
+        ```
     """
 
     name = "interleaved-1f1b"
@@ -601,6 +681,13 @@ class ScheduleInterleavedZeroBubble(_Named):
 
     Raises:
         UsageError: The stages do not fit the schedule; the message says what would.
+
+    Example:
+        ```python
+        loss = torch.nn.functional.mse_loss
+        schedule = pipelining.ScheduleInterleavedZeroBubble(two_stages(), 4, loss)
+        schedule.step(*([torch.ones(8, 4)] if rank == 0 else []), target=torch.zeros(8, 4))
+        ```
     """
 
     name = "interleaved-zero-bubble"
@@ -624,6 +711,12 @@ class ScheduleZBVZeroBubble(_Named):
 
     Raises:
         UsageError: The stages do not fit the schedule; the message says what would.
+
+    Example:
+        ```python
+        schedule = pipelining.ScheduleZBVZeroBubble(two_stages(v_shaped=True), 4, loss)
+        schedule.step(*([torch.ones(8, 4)] if rank == 0 else []), target=torch.zeros(8, 4))
+        ```
     """
 
     name = "zb-v"
@@ -647,6 +740,12 @@ class ScheduleDualPipeV(_Named):
 
     Raises:
         UsageError: The stages do not fit the schedule; the message says what would.
+
+    Example:
+        ```python
+        schedule = pipelining.ScheduleDualPipeV(two_stages(v_shaped=True), 4, loss)
+        schedule.step(*([torch.ones(8, 4)] if rank == 0 else []), target=torch.zeros(8, 4))
+        ```
     """
 
     name = "dualpipe-v"
@@ -669,6 +768,12 @@ class ScheduleLoopedBFS(_Named):
 
     Raises:
         UsageError: The stages do not fit the schedule; the message says what would.
+
+    Example:
+        ```python
+        schedule = pipelining.ScheduleLoopedBFS(two_stages(), 4, loss)
+        schedule.step(*([torch.ones(8, 4)] if rank == 0 else []), target=torch.zeros(8, 4))
+        ```
     """
 
     name = "looped-bfs"

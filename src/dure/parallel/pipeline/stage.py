@@ -27,10 +27,9 @@ class PipelineStage:
 
     What `submodule` returns is what the next stage's is called with: a tuple or list as its
     positional arguments, anything else as the only one. It may be nested, hold None and values that
-    that are no tensors, and differ in shape and dtype from microbatch to microbatch. A value that a
-    later stage needs is handed through as one more output. Keyword arguments do not travel: each
-        rank gives
-    `step` those that its stages need.
+    are not tensors, and differ in shape and dtype from microbatch to microbatch. A value that a
+    later stage needs is handed through as one more output. Keyword arguments are not sent: each
+    rank passes to `step` those that its stages need.
 
     Args:
         submodule: The part.
@@ -58,6 +57,21 @@ class PipelineStage:
 
     Raises:
         UsageError: There is no such stage, or there are fewer stages than ranks.
+
+    Example:
+        ```python
+        from dure import pipelining
+
+        rank = dist.get_rank()
+        part = torch.nn.Linear(4, 4)  # this rank's layers of the model
+        stage = pipelining.PipelineStage(part, rank, num_stages=2, device=torch.device("cpu"))
+        schedule = pipelining.ScheduleGPipe(stage, 4, torch.nn.functional.mse_loss)
+        if rank == 0:
+            schedule.step(torch.ones(8, 4))
+        else:
+            schedule.step(target=torch.zeros(8, 4))
+        assert part.weight.grad is not None
+        ```
     """
 
     def __init__(

@@ -138,6 +138,9 @@ class Context:
 
     Threads:
         Any; graphs run one at a time.
+
+    Obtained from:
+        The context manager `dure.autograd.context` makes one, and returns its number.
     """
 
     def __init__(self, number: int) -> None:

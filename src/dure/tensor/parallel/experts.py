@@ -65,6 +65,20 @@ class ExpertParallel(ParallelStyle):
     Numerics:
         Each row is computed as on one rank; gradients of weights add up the same terms in another
         order.
+
+    Example:
+        ```python
+        from dure.nn import experts
+        from dure.tensor import init_device_mesh
+        from dure.tensor.parallel import ExpertParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        args = experts.MoEArgs(num_experts=4, num_shared_experts=0)
+        layer = experts.MoE(args, dim=8, hidden_dim=16)
+        parallelize_module(layer, mesh, {"experts": ExpertParallel()})
+        assert layer.experts.w1.to_local().shape == (2, 16, 8)  # 2 of 4 experts
+        assert layer(torch.ones(3, 8)).shape == (3, 8)
+        ```
     """
 
     def __init__(self, *, gradient_divisor: int | None = None) -> None:

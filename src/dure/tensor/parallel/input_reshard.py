@@ -39,6 +39,16 @@ def input_reshard(
 
     Collective:
         In backward, all ranks of the mesh: one all_gather for each such activation and use.
+
+    Example:
+        ```python
+        from dure.tensor.parallel import SequenceParallel, parallelize_module
+        from dure.tensor.parallel.input_reshard import input_reshard
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        model = torch.nn.Sequential(torch.nn.LayerNorm(4))
+        model = input_reshard(parallelize_module(model, mesh, {"0": SequenceParallel()}), mesh, 0)
+        ```
     """
     if input_reshard_dim is None:
         return module

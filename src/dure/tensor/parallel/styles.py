@@ -61,6 +61,9 @@ class ParallelStyle(ABC):
     Attributes:
         src_data_rank: The rank whose parameters are distributed; None: each rank uses its own. Set
             by `parallelize_module`.
+
+    Obtained from:
+        Its subclasses, such as `ColwiseParallel`; programs may write others.
     """
 
     src_data_rank: int | None = 0
@@ -596,6 +599,20 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     Raises:
         PlacementError: As there.
+
+    Example:
+        ```python
+        from dure.tensor.parallel import PrepareModuleInputOutput
+
+        style = PrepareModuleInputOutput(
+            input_layouts=Shard(0),
+            desired_input_layouts=Replicate(),
+            output_layouts=Replicate(),
+            desired_output_layouts=Shard(0),
+        )
+        module = parallelize_module(torch.nn.ReLU(), mesh, style)
+        assert module(torch.ones(2, 3)).shape == (2, 3)  # computed with 4 rows
+        ```
     """
 
     def __init__(

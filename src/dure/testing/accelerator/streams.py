@@ -114,6 +114,19 @@ class Event:
 
     Args:
         device, enable_timing, blocking, interprocess: As torch's; they have no effect.
+
+    Example:
+        ```python
+        from dure.testing import accelerator
+
+        accelerator.install()
+        device = torch.get_device_module("sim")
+        x = torch.ones(4, device="sim")
+        ready = device.Event()
+        ready.record()  # on the current stream, after what it was given
+        ready.synchronize()
+        assert ready.query()
+        ```
     """
 
     def __init__(
@@ -161,6 +174,15 @@ class Stream(torch.Stream):
     Attributes:
         num_queued: How many pieces of work it was given.
         num_run: How many of them have run.
+
+    Example:
+        ```python
+        side = device.Stream()
+        with device.stream(side):
+            side.wait_stream(device.current_stream())
+            y = x + 1
+        side.synchronize()
+        ```
     """
 
     num_queued: int

@@ -93,7 +93,14 @@ def _low_rank(hook: CommHook, rank: int) -> Any:
 
 
 class DDPCommHookType(Enum):
-    """Kinds of hooks; a member's value registers it: ``kind.value(model=ddp, state=group)``."""
+    """Kinds of hooks; a member's value registers it: ``kind.value(model=ddp, state=group)``.
+
+    Example:
+        ```python
+        model = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        dist.register_ddp_comm_hook(dist.DDPCommHookType.FP16_COMPRESS, model)
+        ```
+    """
 
     ALLREDUCE = _plain(allreduce_hook)
     """The average, as without a hook."""

@@ -37,6 +37,13 @@ class PostLocalSGDState:
 
     Collective:
         Construction without `subgroup` makes groups; all ranks of the job.
+
+    Example:
+        ```python
+        model = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        state = dist.PostLocalSGDState(None, None, start_localSGD_iter=100)
+        model.register_comm_hook(state, dist.post_localSGD_hook)
+        ```
     """
 
     def __init__(

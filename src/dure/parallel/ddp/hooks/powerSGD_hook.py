@@ -87,6 +87,13 @@ class PowerSGDState:
 
     Raises:
         UsageError: The rank is not positive, or the start negative.
+
+    Example:
+        ```python
+        model = dist.DistributedDataParallel(torch.nn.Linear(2, 1))
+        state = dist.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+        model.register_comm_hook(state, dist.powerSGD_hook)
+        ```
     """
 
     def __init__(
