@@ -104,8 +104,8 @@ VARIABLES: dict[str, Variable] = {
         Variable(name="NCCL_SOCKET_IFNAME", meaning="the interface NCCL uses between hosts"),
         Variable(
             name="TORCH_NCCL_ASYNC_ERROR_HANDLING",
-            meaning="what torch's watchdog does after an error of NCCL; Dure's groups replace 1 (end "
-            "the process), which launchers set, by 2 (abort)",
+            meaning="what torch's watchdog does after an error of NCCL; Dure's groups replace 1 "
+            "(end the process), which launchers set, by 2 (abort)",
         ),
         Variable(
             name="KUBERNETES_SERVICE_HOST",

@@ -41,12 +41,15 @@ class _CoalescingManager(AbstractContextManager[Coalesced, None]):
             raise UsageError(
                 "coalescing managers of one group cannot be nested", group=pg.group_name
             )
+        self._together = pg.together(None)
+        self._together.__enter__()
         pg.coalesce(self._yielded.works, waits=not self._async_ops)
         return self._yielded
 
     def __exit__(self, *error: object) -> None:
         try:
             self._group.coalesce(None)
+            self._together.__exit__(None, None, None)
             if error[0] is not None:
                 for work in self._yielded.works:  # the program cannot wait for them
                     work.disown()
@@ -63,9 +66,9 @@ def coalescing_manager(
 ) -> AbstractContextManager[Coalesced]:
     """Start the operations called in the block without waiting, and wait for all at its end.
 
-    Collectives with nothing to gain from that, those of ranks on one host in shared memory, run at
-    once. Until the block ends, other threads cannot call collectives of the group, as during one
-    operation.
+    Over NCCL the operations are one launch, which starts when the block ends. Collectives with
+    nothing to gain from that, those of ranks on one host in shared memory, run at once. Until the
+    block ends, other threads cannot call collectives of the group, as during one operation.
 
     Args:
         group: The group whose operations are held; others are not touched. The default group if

@@ -141,11 +141,11 @@ class EngineCalls:
             return self._engine.recv_anysource([wire], tag)
         return self._engine.recv([wire], src, tag)
 
-    def begin_messages(self) -> None:
-        """Hold back the messages that follow, until `end_messages`."""
+    def begin_batch(self) -> None:
+        """Hold back the operations that follow, until `end_batch`."""
         self._engine._start_coalescing()
 
-    def end_messages(self) -> EngineWork | None:
+    def end_batch(self) -> EngineWork | None:
         """Start them together. Return None if there were none."""
         return self._engine._end_coalescing()
 

@@ -341,12 +341,17 @@ class GroupCore:
         """Return whether operations on such tensors run in a stream, in the order of the calls."""
         return getattr(self._backends.get(device_type), "in_stream", False)
 
-    def together(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-        """Start the asynchronous messages of the block, on `tensors`, as one batch."""
+    def together(self, tensors: Sequence[torch.Tensor] | None) -> AbstractContextManager[object]:
+        """Start the asynchronous operations of the block as one batch, if streams order them.
+
+        Args:
+            tensors: Those of the operations; None: any.
+        """
         in_stream = {d: b for d, b in self._backends.items() if getattr(b, "in_stream", False)}
         if not in_stream or self.closed:
             return nullcontext()
-        used = {id(b): b for t in tensors if (b := in_stream.get(t.device.type)) is not None}
+        devices = in_stream if tensors is None else {t.device.type for t in tensors}
+        used = {id(b): b for d in devices if (b := in_stream.get(d)) is not None}
         with ExitStack() as stack:
             for backend in used.values():
                 stack.enter_context(cast(Any, backend).together())

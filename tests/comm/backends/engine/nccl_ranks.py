@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dure as dist
-from dure.errors import Aborted, CommTimeout, PeerLost
+from dure.errors import Aborted, CommTimeout, PeerLost, UsageError
 from dure.testing.accelerator import Stream
 from tests.testing.accelerator import simulated_ranks
 from tests.testing.accelerator.simulated_ranks import host_values, late
@@ -338,3 +338,65 @@ def case_a_group_that_is_being_destroyed_may_be_aborted(rank: int, size: int) ->
         timer.join()
         assert time.monotonic() - began < PATIENCE_S / 2
     dist.all_gather_object([None, None], rank)
+
+
+# ---- coalescing managers -------------------------------------------------------------------------
+
+
+def case_a_coalescing_manager_is_one_launch(rank: int, size: int) -> None:
+    """So an order in the block that differs between ranks is no deadlock."""
+    group: Any = dist.group.WORLD
+    tensors, gathered = [late(rank + 1.0), late(rank + 3.0)], torch.empty(2, device="sim")
+    received, least = torch.empty(3, device="sim"), late(rank + 5.0)
+    engine = group._backends["sim"]._engine._engine
+    _made()
+    before = engine._communicators["all"].stream.num_queued
+    with dist.coalescing_manager():
+        for t in tensors:
+            dist.all_reduce(t)
+        dist.all_gather_single(gathered, late(rank + 1.0, 1))
+        dist.isend(late(rank + 1.0), 1 - rank).disown()
+        dist.irecv(received, 1 - rank)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+    assert [t.tolist() for t in tensors] == [[3.0] * 3, [7.0] * 3]
+    assert (gathered.tolist(), received.tolist()) == ([1.0, 2.0], [2.0 - rank] * 3)
+    assert least.tolist() == [5.0] * 3
+    # One wait for the current stream, and two pieces of work: see accelerator/communicator.py.
+    assert engine._communicators["all"].stream.num_queued - before == 3
+
+
+def case_a_coalescing_manager_that_does_not_wait(rank: int, size: int) -> None:
+    t = late(rank + 1.0)
+    with dist.coalescing_manager(async_ops=True) as started:
+        dist.all_reduce(t)
+    started.wait()
+    assert t.clone().tolist() == [3.0] * 3
+
+
+def case_a_wait_inside_a_coalescing_manager_is_refused(rank: int, size: int) -> None:
+    t = late(rank + 1.0)
+
+    def wait_inside() -> None:
+        with dist.coalescing_manager():
+            work: Any = dist.all_reduce(t, async_op=True)
+            work.wait()
+
+    with pytest.raises(UsageError, match="before the batch has started"):
+        wait_inside()
+    dist.all_reduce(t)
+    dist.all_gather_object([None, None], rank)
+
+
+def case_an_error_inside_a_coalescing_manager_leaves_the_group_usable(rank: int, size: int) -> None:
+    t = late(rank + 1.0)
+
+    def fail_inside() -> None:
+        with dist.coalescing_manager():
+            dist.all_reduce(t)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    u = late(rank + 1.0)
+    dist.all_reduce(u)
+    assert (t.tolist(), u.tolist()) == ([3.0] * 3, [3.0] * 3)

@@ -123,9 +123,11 @@ class EngineGroup:
 
         `copy_back` brings the result to the user's tensors when the engine is done.
         """
-        work = self._begin(call.op, start)
         tensors = (*call.inputs, *call.outputs)
-        request = self._request(call.op, work, copy_back, self._stream_device(*tensors))
+        with self._calls:  # so that a batch is this thread's
+            work = self._begin(call.op, start)
+            waited: Any = work if self._batch is None else self._batch
+        request = self._request(call.op, waited, copy_back, self._stream_device(*tensors))
         if async_op:
             return request
         request.wait()
@@ -392,7 +394,7 @@ class EngineGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Start the asynchronous messages of the block as one, so that none waits for another.
+        """Start the asynchronous operations of the block as one, so that none waits for another.
 
         NCCL runs what was launched for a pair of ranks in order, and a message ends only after both
         sides have started it: two ranks that send to each other first would wait forever.
@@ -406,13 +408,13 @@ class EngineGroup:
             if not self.in_stream or self._batch is not None:
                 yield
                 return
-            self._begin("batch_isend_irecv", lambda e: e.begin_messages())
+            self._begin("a batch", lambda e: e.begin_batch())
             batch = self._batch = BatchedWork()
             try:
                 yield
             finally:
                 self._batch = None
-                batch.work = self._begin("batch_isend_irecv", lambda e: e.end_messages())
+                batch.work = self._begin("a batch", lambda e: e.end_batch())
 
     # ---- the rest --------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ The host does not wait for NCCL's operations, so no call of the program would no
 the process looks at all groups over NCCL, several times per second (`EngineGroup.look`), for
 
 * **the death of a member**, as the group's other backends or the kernel know it (`Deaths`). Later
-  calls and waits raise `PeerLost` at once. What the dead rank has sent may still be on its way, so
+  calls and waits raise `PeerLost` at once. Data of the dead rank may still be on their way, so
   operations get a moment to end. Then the communicators are aborted, which ends the kernels that
   wait for the dead rank;
 * **an operation that takes longer than the group's timeout**: the communicators are aborted, and

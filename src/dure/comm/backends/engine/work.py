@@ -43,7 +43,7 @@ import torch
 from dure.comm.backends.abort import AbortRecord, GroupState
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.request import Request, current_stream
-from dure.errors import DeviceError, DureError
+from dure.errors import DeviceError, DureError, UsageError
 from dure.store.base import Store
 
 __all__ = [
@@ -84,7 +84,7 @@ class EngineWork(Protocol):
 
 
 class BatchedWork:
-    """The work of messages that were started as a batch; `work` is set when the batch ends."""
+    """The work of operations that are started as a batch; `work` is set when the batch ends."""
 
     def __init__(self) -> None:
         self.work: EngineWork | None = None
@@ -94,8 +94,16 @@ class BatchedWork:
         return self.work is not None and self.work.is_completed()
 
     def wait(self) -> bool:
-        """Let the current stream wait for all of them."""
-        assert self.work is not None
+        """Let the current stream wait for all of them.
+
+        Raises:
+            UsageError: The batch has not ended.
+        """
+        if self.work is None:
+            raise UsageError(
+                "an operation of a batch was waited for before the batch has started",
+                fix="Wait after the coalescing manager's block.",
+            )
         return self.work.wait()
 
 
@@ -296,6 +304,8 @@ class CollectiveRequest(Request):
             elif work is not None:
                 work.wait(piece)
             return True, None
+        except UsageError as e:
+            return True, e
         except RuntimeError as e:
             if str(e).startswith(_SLICE_OVER) and not self._state.left.is_set():
                 return False, None
