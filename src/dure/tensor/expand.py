@@ -19,7 +19,7 @@ back (`movable`; planning.py); then the result must have the placement that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dure.errors import PlacementError
 from dure.tensor.call import AxisStrategy, OpCall, schema_of
@@ -46,7 +46,7 @@ def choose(call: OpCall, strategies: Sequence[AxisStrategy], movable: bool = Fal
     """
     operands = [list(spec.placements) for spec in call.operands]
     results: list[list[Placement]] = [[] for _ in call.outputs]
-    fixed = written(call)
+    fixed, held = written(call), _operands(call, _LIKE_IN_FORWARD.get(call.name, ()))
     dtypes = [spec.meta.dtype for spec in call.operands]
     dtypes += [None if meta is None else meta.dtype for meta in call.outputs]
     replicated = AxisStrategy((Replicate(),) * len(operands), (Replicate(),) * len(results))
@@ -57,6 +57,8 @@ def choose(call: OpCall, strategies: Sequence[AxisStrategy], movable: bool = Fal
         best: tuple[float, int, int] | None = None
         chosen = replicated
         for number, option in enumerate(options):
+            if any(option.inputs[n] != call.operands[n].placements[axis] for n in held):
+                continue
             if not _keeps(call, option, axis, fixed, movable):
                 continue
             after = [_with(here, axis, p) for here, p in zip(operands, option.inputs, strict=True)]
@@ -67,7 +69,7 @@ def choose(call: OpCall, strategies: Sequence[AxisStrategy], movable: bool = Fal
                 call.operands[i].placements[axis] != wanted
                 for i, wanted in enumerate(option.inputs)
             )
-            cost = _cost(call.operands, operands, axis, option, limited=not fixed)
+            cost = _cost(call.operands, operands, axis, option, limited=not (fixed or held))
             price = (cost, moved, number)
             if price[0] < math.inf and (best is None or price < best):
                 best, chosen = price, option
@@ -80,18 +82,43 @@ def choose(call: OpCall, strategies: Sequence[AxisStrategy], movable: bool = Fal
     return tuple(map(tuple, operands)), tuple(map(tuple, results))
 
 
-_WRITTEN_IN_TRAINING = {"aten.native_batch_norm.default": ("running_mean", "running_var")}
-"""Arguments that operators write in training although their schema does not say so."""
+_WRITTEN_IN_TRAINING: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    (
+        "aten.native_batch_norm.default",
+        "aten._native_batch_norm_legit.default",
+        "aten._batch_norm_with_update.default",
+        "aten.cudnn_batch_norm.default",
+        "aten.miopen_batch_norm.default",
+    ),
+    ("running_mean", "running_var"),
+)
+"""Arguments that operators write in training, of which results say nothing.
+
+The schema of some does not say so.
+"""
+_LIKE_IN_FORWARD: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    ("aten.cudnn_batch_norm_backward.default", "aten.batch_norm_backward.default"),
+    ("save_mean", "save_var"),
+)
+"""Arguments whose placements are those of the forward pass, which saved other memory like them."""
 
 
 def written(call: OpCall) -> list[int]:
     """Return the numbers of the operands that the operator writes."""
     schema = schema_of(call.op)
-    hidden = _WRITTEN_IN_TRAINING.get(call.name, ())
-    if hidden and not call.arg("training"):
-        hidden = ()
-    names = [schema.names[where] if isinstance(where, int) else where for where, _ in call.places]
-    return [n for n, name in enumerate(names) if name in schema.mutated or name in hidden]
+    names = _WRITTEN_IN_TRAINING.get(call.name)
+    if names is None:
+        names = schema.mutated
+    elif call.has("training") and not call.arg("training"):
+        names = ()
+    return _operands(call, names)
+
+
+def _operands(call: OpCall, names: Collection[str]) -> list[int]:
+    """Return the numbers of the operands that are arguments of these names, or in them."""
+    all_names = schema_of(call.op).names
+    given = [all_names[where] if isinstance(where, int) else where for where, _ in call.places]
+    return [n for n, name in enumerate(given) if name in names]
 
 
 def _keeps(

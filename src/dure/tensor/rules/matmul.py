@@ -4,16 +4,16 @@ If the inner dimension is sharded, the product is Partial, and only the first ra
 adds the bias. A product is linear in each factor: if one is Partial and the other replicated, the
 product is Partial, too.
 
-*Kernels of low precision.* `_int_mm`, `_scaled_mm` and `_grouped_mm` take only some sizes and
-layouts on a GPU, so a dimension is sharded only if every rank gets an equal part of such a size.
-Factors that are scaled by rows, or by columns, have their scales cut with them. A group of
-`_grouped_mm` is a number of consecutive rows (or columns), which must be on one rank; with a batch,
-a group is an element of it.
+*Kernels of low precision.* `_int_mm`, `_scaled_mm`, `_grouped_mm` and `_scaled_grouped_mm` take
+only some sizes and layouts on a GPU, so a dimension is sharded only if every rank gets an equal
+part of such a size. Factors that are scaled by rows, or by columns, have their scales cut with
+them. A group of `_grouped_mm` is a number of consecutive rows (or columns), which must be on one
+rank; with a batch, a group is an element of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -110,7 +110,9 @@ def _stored_by_columns(call: OpCall) -> Callable[..., Any]:
         return empty
 
     def run(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        by_columns = right if right.stride(0) == 1 else right.t().contiguous().t()
+        by_columns = right
+        if right.stride(-2) != 1:
+            by_columns = right.transpose(-2, -1).contiguous().transpose(-2, -1)
         return op(left.contiguous(), by_columns, *args, **kwargs)
 
     return run
@@ -162,15 +164,43 @@ _GROUPED: dict[tuple[int, int], tuple[tuple[int | None, int | None, Placement], 
 
 @rule(aten._grouped_mm.default)
 def _grouped_product(call: OpCall) -> list[AxisStrategy]:
-    left, right = call.operands[:2]
     if call.operand("bias") is not None:
         return []
-    found: list[AxisStrategy] = []
     others = (R,) * (len(call.operands) - 2)
+    return [AxisStrategy((a, b, *others), (product,)) for a, b, product in _grouped_cuts(call)]
+
+
+def _grouped_cuts(call: OpCall) -> Iterator[tuple[Placement, Placement, Placement]]:
+    """Yield the placements of both factors and of the product, where the kernels take the parts."""
+    left, right = call.operands[:2]
     for a, b, product in _GROUPED[left.ndim, right.ndim]:
         by_batch = product == Shard(0) and a == b == 0
         sizes = [(spec, dim) for spec, dim in ((left, a), (right, b)) if dim is not None]
         if by_batch or all(_can_cut(spec, dim) for spec, dim in sizes):
-            placements = tuple(R if dim is None else Shard(dim) for dim in (a, b))
-            found.append(AxisStrategy((*placements, *others), (product,)))
+            yield R if a is None else Shard(a), R if b is None else Shard(b), product
+
+
+@rule(aten._scaled_grouped_mm.default, local=_stored_by_columns)
+def _scaled_grouped_product(call: OpCall) -> list[AxisStrategy]:
+    """Return strategies for one scale for each row and each column, in float32.
+
+    The scales of a factor with groups are a row for each group. Groups of the inner dimension have
+    scales of their own for each row, so there neither rows nor columns are cut.
+    """
+    left, right = call.operands[:2]
+    of_rows, of_columns = call.spec("scale_a"), call.spec("scale_b")
+    by_row = of_rows.shape == left.shape[:-1] and of_rows.meta.dtype == torch.float32
+    by_column = of_columns.shape == (*right.shape[:-2], right.shape[-1])
+    if not (by_row and by_column) or left.ndim == right.ndim == 2:
+        return []
+    if call.operand("bias") is not None or call.operand("scale_result") is not None:
+        return []
+    found: list[AxisStrategy] = []
+    for a, b, product in _grouped_cuts(call):
+        placements = [a, b, *(R,) * (len(call.operands) - 2)]
+        if isinstance(a, Shard) and a.dim < left.ndim - 1:
+            placements[2] = a
+        if isinstance(b, Shard) and b.dim != right.ndim - 2:
+            placements[3] = Shard(min(b.dim, of_columns.ndim - 1))
+        found.append(AxisStrategy(tuple(placements), (product,)))
     return found

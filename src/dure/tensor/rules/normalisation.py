@@ -82,29 +82,54 @@ def _group_norm_backward(call: OpCall) -> list[AxisStrategy]:
 _CHANNELS = (
     "weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var",
 )  # fmt: skip
+_SAVES_NOTHING = {
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._batch_norm_no_update.default,
+}
+"""On the CPU, with fixed statistics."""
 
 
-@rule(aten.native_batch_norm.default, aten.cudnn_batch_norm.default, local=zeros_where_empty)
+@rule(
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._native_batch_norm_legit_functional.default,
+    aten._batch_norm_with_update.default,
+    aten._batch_norm_with_update_functional.default,
+    aten._batch_norm_no_update.default,
+    aten.cudnn_batch_norm.default,
+    aten.miopen_batch_norm.default,
+    local=zeros_where_empty,
+)
 def _batch_norm(call: OpCall) -> list[AxisStrategy]:
-    training = call.arg("training")
-    saved = Shard(0) if training else R
-    is_native = call.op is aten.native_batch_norm.default
-    if is_native and not training and call.operands[0].mesh.device_type == "cpu":  # saves nothing
+    """Results: the output, the statistics saved, the kernel's own memory, running statistics."""
+    training = call.arg("training") if call.has("training") else "with_update" in call.name
+    if not training and call.op in _SAVES_NOTHING and call.operands[0].mesh.device_type == "cpu":
         none = TensorMeta.of(torch.empty(0, dtype=call.operands[0].meta.dtype, device="cpu"))
-        call.outputs = (call.outputs[0], none, none)
+        call.outputs = (call.outputs[0], none, none, *call.outputs[3:])
     if call.operands[0].ndim < 2:
         return []
+    num_running = 2 if "functional" in call.name else 0
+    own = (R,) * (len(call.outputs) - 3 - num_running)  # backward takes it unchanged
+    saved = Shard(0) if training else R
     channels = _by_name(call, {"input": Shard(1), **dict.fromkeys(_CHANNELS, Shard(0))})
-    own = (R,) * (len(call.outputs) - 3)  # cuDNN's own memory, which backward takes unchanged
-    found = [AxisStrategy(channels, (Shard(1), saved, saved, *own))]
+    results = (Shard(1), saved, saved, *own, *(Shard(0),) * num_running)
+    found = [AxisStrategy(channels, results)]
     if not training:
-        found.append(AxisStrategy(_by_name(call, {"input": Shard(0)}), (Shard(0), R, R, *own)))
+        rows = (Shard(0), R, R, *own, *(R,) * num_running)
+        found.append(AxisStrategy(_by_name(call, {"input": Shard(0)}), rows))
     return found
 
 
-@rule(aten.native_batch_norm_backward.default, local=zeros_where_empty)
+@rule(
+    aten.native_batch_norm_backward.default, aten.batch_norm_backward.default,
+    local=zeros_where_empty,
+)  # fmt: skip
 def _batch_norm_backward(call: OpCall) -> list[AxisStrategy]:
-    training = call.arg("train")
+    training = call.arg("train" if call.has("train") else "update")
     given = {name: Shard(0) for name in _CHANNELS if training or "save" not in name}
     channels = _by_name(call, {"grad_out": Shard(1), "input": Shard(1), **given})
     found = [AxisStrategy(channels, (Shard(1), Shard(0), Shard(0)))]
@@ -118,4 +143,7 @@ def _batch_norm_backward(call: OpCall) -> list[AxisStrategy]:
 def _cudnn_batch_norm_backward(call: OpCall) -> list[AxisStrategy]:
     """Return the strategy for channels: rows are all of one rank, as in forward in training."""
     cuts = {"input": Shard(1), "grad_output": Shard(1), **dict.fromkeys(_CHANNELS, Shard(0))}
-    return [AxisStrategy(_by_name(call, cuts), (Shard(1), Shard(0), Shard(0))), *with_one(call)]
+    found = [AxisStrategy(_by_name(call, cuts), (Shard(1), Shard(0), Shard(0)))]
+    gradient = call.operand("grad_output")
+    assert gradient is not None
+    return found + with_one(call, number=gradient)

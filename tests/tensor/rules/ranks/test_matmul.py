@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dure.tensor import Partial, Replicate, Shard
+from dure.tensor import DTensor, Partial, Replicate, Shard
 from dure.tensor.debug import CommDebugMode
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
@@ -145,3 +145,81 @@ def test_experts_are_cut_by_columns_and_inner_dimension():
         (Shard(1), Shard(1), Partial()),
     ):
         assert placed(grouped, (rows, [a]), (experts, [b]), (ends, [Replicate()])) == [[product]]
+
+
+# ---- scaled groups, with a kernel for the CPU in the place of a GPU's ----------------------------
+
+
+def scaled_groups(
+    left, right, rows, columns, offs=None, bias=None, scale=None, out_dtype=None, fast=False
+):
+    """Scale first, then multiply; refuse layouts that GPUs refuse."""
+    assert left.is_contiguous() and right.transpose(-2, -1).is_contiguous()
+    a = (left.float() * rows.unsqueeze(-1)).bfloat16()
+    b = (right.float() * columns.unsqueeze(-2)).bfloat16()
+    return torch._grouped_mm(a, b, offs=offs)
+
+
+@pytest.fixture
+def kernel():
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_grouped_mm", scaled_groups, "CPU")
+    yield
+    library._destroy()
+
+
+SCALED_GROUPS = {
+    "groups of rows": ((32, 64), (3, 64, 64), [8, 8, 32], (32,), (3, 64)),
+    "groups of columns": ((3, 64, 64), (64, 32), [8, 24, 32], (3, 64), (32,)),
+    "a batch": ((4, 64, 64), (4, 64, 64), None, (4, 64), (4, 64)),
+    "a batch that does not divide": ((3, 64, 64), (3, 64, 64), None, (3, 64), (3, 64)),
+}
+
+
+def grouped_of(ends):
+    offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+
+    def grouped(a, b, rows, columns):
+        ends = offs
+        if isinstance(a, DTensor) and offs is not None:
+            ends = made(a.device_mesh, offs, [Replicate()] * a.device_mesh.ndim)
+        b = b.transpose(-2, -1)  # stored by columns
+        return torch._scaled_grouped_mm(a, b, rows, columns, ends, out_dtype=torch.bfloat16)
+
+    return grouped
+
+
+@pytest.mark.parametrize("name", SCALED_GROUPS)
+def test_a_scaled_product_for_each_group(kernel, name):
+    left, right, ends, *shapes = SCALED_GROUPS[name]
+    transposed = (*right[:-2], right[-1], right[-2])
+    scales = [2.0 ** torch.randint(-1, 2, shape) for shape in shapes]
+    operands = whole(*left, dtype=F8, most=1), whole(*transposed, dtype=F8, most=1)
+    check(grouped_of(ends), *operands, *scales, meshes=((4,),))
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "product"),
+    [
+        ("groups of rows", (None, 1, None, 1), Shard(1)),
+        ("groups of rows", (1, 2, None, None), Partial()),
+        ("groups of columns", (1, None, 1, None), Shard(0)),
+        ("a batch", (0, 0, 0, 0), Shard(0)),
+        ("a batch", (1, None, 1, None), Shard(1)),
+        ("a batch", (None, 1, None, 1), Shard(2)),
+    ],
+)
+def test_scaled_groups_are_not_gathered(kernel, name, cuts, product):
+    left, right, ends, *shapes = SCALED_GROUPS[name]
+    transposed = (*right[:-2], right[-1], right[-2])
+    tensors = whole(*left, dtype=F8), whole(*transposed, dtype=F8), *map(torch.ones, shapes)
+    places = [[Replicate() if cut is None else Shard(cut)] for cut in cuts]
+    function = grouped_of(ends)
+
+    def sending_nothing(*given):
+        with CommDebugMode() as mode:
+            found = function(*given)
+        assert mode.get_total_counts() == 0
+        return found
+
+    assert placed(sending_nothing, *zip(tensors, places, strict=True)) == [[product]]
