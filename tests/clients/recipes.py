@@ -37,6 +37,8 @@ class Recipe:
         nproc: How many ranks.
         torchrun: Whether it runs under torchrun as well.
         starts_ranks: Whether the program starts its ranks itself, so that no launcher does.
+        checks_itself: Whether it is a program of Dure's names that compares its results itself, so
+            that it runs once, and not with Gloo.
         repeats: How often it runs in each way, in a row.
         needs: Further packages.
     """
@@ -49,6 +51,7 @@ class Recipe:
     nproc: int = 2
     torchrun: bool = False
     starts_ranks: bool = False
+    checks_itself: bool = False
     repeats: int = 1
     needs: tuple[str, ...] = ()
 
@@ -113,6 +116,18 @@ RECIPES = (
         choices=(NAMED,), starts_ranks=True,
     ),
     Recipe(
+        client="torchdata", what="`StatefulDataLoader`: killed, resumed by 3 ranks, then by 2",
+        program="data_stateful_loader", starts_ranks=True, checks_itself=True,
+    ),
+    Recipe(
+        client="datasets", what="map-style and streamed: killed twice, resumed",
+        program="data_datasets", starts_ranks=True, checks_itself=True,
+    ),
+    Recipe(
+        client="webdataset", what="tar files: killed, resumed by 3 ranks, then by 2",
+        program="data_webdataset", starts_ranks=True, checks_itself=True,
+    ),
+    Recipe(
         client="", what="a loop as in nanoGPT, 20 times in each way", program="ddp_loop",
         choices=(NAMED,), torchrun=True, repeats=20,
     ),
@@ -133,9 +148,14 @@ class Way:
 
 
 def ways_of(recipe: Recipe) -> list[Way]:
-    """Return how a recipe is started; first with torch's Gloo, which the others must equal."""
+    """Return how a recipe is started; first with torch's Gloo, which the others must equal.
+
+    A recipe that checks itself is started in one way.
+    """
     target = ("-m", recipe.program) if recipe.is_module else (str(FOLDER / f"{recipe.program}.py"),)
     target = (*target, *recipe.arguments)
+    if recipe.checks_itself:
+        return [Way(_BY_CHOICE[SWAPPED], target)]
     if recipe.starts_ranks:
         return [Way("gloo", target), *(Way(_BY_CHOICE[c], (*target, c)) for c in recipe.choices)]
     run = ("-m", "dure.run", f"--nproc={recipe.nproc}", "--prefix=none", "--no-fold")
