@@ -400,3 +400,31 @@ def case_an_error_inside_a_coalescing_manager_leaves_the_group_usable(rank: int,
     u = late(rank + 1.0)
     dist.all_reduce(u)
     assert (t.tolist(), u.tolist()) == ([3.0] * 3, [3.0] * 3)
+
+
+# ---- waits for operations that are aborted -------------------------------------------------------
+
+
+def case_waits_for_aborted_operations_raise(rank: int, size: int) -> None:
+    """Before, while and after; NCCL's own work has no error, and counts as ended."""
+    from dure.testing.accelerator.nccl import SimulatedWork
+
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    _made(group)
+    if rank == 0:
+        batch = [dist.P2POp(op, late(1.0), 1, group=group) for op in (dist.isend, dist.irecv)]
+        works = [dist.all_reduce(late(1.0), group=group, async_op=True)]
+        works += dist.batch_isend_irecv(batch)
+        silent: Any = SimulatedWork
+        silent.wait = silent.synchronize = lambda self, timeout=None: True
+        timer = threading.Timer(0.3, group.abort)
+        timer.start()
+        assert works[0] is not None
+        with pytest.raises(Aborted):
+            works[0].wait(30)
+        timer.join()
+        for work in works:
+            with pytest.raises(Aborted):
+                work.wait()
+            assert work.is_completed() and not work.is_success()
+    dist.all_gather_object([None, None], rank)

@@ -195,12 +195,28 @@ class EngineGroup:
                 self._state.adopt(AbortRecord.of(e))
             elif isinstance(e, DureError) and self._state.record is None:
                 raise
+            if self.in_stream:  # operations before it will not end either
+                error = self._state.diagnose(e, op, began, peer)
+                self._state.adopt(AbortRecord.of(error))
+                self._state.fail()
+                raise error from e
             raise self._state.translate(e, op, began, peer) from e
 
     def _break_off(self) -> None:
         engine = self._engine or self._leaving
         if engine is not None:
+            self._abandon()
             engine.break_off()
+
+    def _abandon(self) -> None:
+        """End the requests of operations that are about to be aborted.
+
+        Afterwards they cannot be told from those that have ended: NCCL's work has no error then.
+        """
+        if self.in_stream:
+            for request in [*self._collectives]:
+                if not request.ended and not request.engine_done:
+                    request.end(self._state.error(request.op, began=request.began))
 
     def _wire(self, tensor: torch.Tensor, call: Call) -> WireTensor | None:
         reduction = call.needed_reduction
@@ -496,18 +512,23 @@ class EngineGroup:
         engine, self._engine = self._engine, None
         if engine is None:
             if abort:
+                self._state.left.set()
                 self._break_off()
             return
         works = [r.work for r in [*self._collectives] if r.work is not None and not r.engine_done]
         pending = works or not all(r.ended for r in self._messages)
         is_sound = self._state.record is None and not self._state.has_failed
         self._leaving = engine
-        if not self.in_stream or abort:
+        breaks_off = abort or not is_sound or (pending and not self.in_stream)
+        if breaks_off:
+            self._state.left.set()
+            self._abandon()
+        if breaks_off or not self.in_stream:
             self._forget_operations()
         if self._exits is not None:
             self._exits.publish("left")
         try:
-            if abort or not is_sound or (pending and not self.in_stream):
+            if breaks_off:
                 engine.break_off()
                 keep_engine(engine, works)
             else:
