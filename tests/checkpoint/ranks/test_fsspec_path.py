@@ -1,5 +1,6 @@
 """Checkpoints in a store that fsspec reaches: here in memory, by one process."""
 
+import gc
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ RUN = FsspecPath("memory://runs/a")
 
 @pytest.fixture(autouse=True)
 def empty_store():
+    gc.collect()  # a Checkpointer of an earlier test would keep the lock of `RUN`
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield

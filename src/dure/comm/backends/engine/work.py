@@ -412,7 +412,7 @@ class ExitRecords:
 
     def publish(self, event: str) -> None:
         """Write that this rank has left, or gave up."""
-        _within(_ASK_S, lambda: self._store.append(_KEY, f"{event} {self._rank}\n"))
+        self._ask(lambda: self._store.append(_KEY, f"{event} {self._rank}\n"))
 
     def ask(self, timed_out: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which ranks left and which gave up waiting, in the order of their records.
@@ -424,7 +424,7 @@ class ExitRecords:
         if timed_out:
             self.publish("gave-up")
         enough = self._size - 1 if timed_out else 1
-        _within(_ASK_S, lambda: self._read_until(enough))
+        self._ask(lambda: self._read_until(enough))
         words = [line.split() for line in self._lines]
         others = [(what, int(rank)) for what, rank in words if int(rank) != self._rank]
         gone = tuple(rank for what, rank in others if what == "left")
@@ -441,14 +441,20 @@ class ExitRecords:
                 return
             time.sleep(_POLL_S)
 
+    def _ask(self, action: Callable[[], None]) -> None:
+        """Run `action` and wait at most `_ASK_S` for it; errors of the store are ignored."""
 
-def _within(limit_s: float, action: Callable[[], None]) -> None:
-    """Run `action` and wait at most `limit_s` for it; errors of the store are ignored."""
+        def attempt() -> None:
+            with suppress(DureError):
+                action()
 
-    def attempt() -> None:
-        with suppress(DureError):
-            action()
-
-    thread = threading.Thread(target=attempt, name="dure-exits", daemon=True)
-    thread.start()
-    thread.join(limit_s)
+        thread = threading.Thread(target=attempt, name="dure-exits", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can start: this process ends, from Python 3.12 on
+            patience = self._store.timeout
+            self._store.set_timeout(timedelta(seconds=_ASK_S))
+            attempt()
+            self._store.set_timeout(patience)
+        else:
+            thread.join(_ASK_S)
