@@ -40,17 +40,24 @@ COPIED = tuple(PAGES)
 PAGES |= {
     str(path.relative_to(ROOT)): str(path.relative_to(ROOT).with_suffix(".md")) for path in EXAMPLES
 }
-# Pages that a search finds before others that have its words; 1 is the ordinary weight.
+# Which pages a search finds before others that have its words. A folder's weight is that of its
+# pages; the empty name is docs/ itself, which has the guides.
+WEIGHTS = {"": 4, "reference": 3, "project": 0.5, "decisions": 0.5, "examples": 0.3, "ko": 0.1}
 SEARCHED = {
     "clients.md": 6,
-    "debugging.md": 3,
-    "evaluating.md": 6,
-    "gpu.md": 4,
-    "launch.md": 4,
+    "debugging.md": 5,
+    "fsdp.md": 6,
     "memory.md": 5,
-    "migration.md": 5,
-    "reproducibility.md": 4,
-    "troubleshooting.md": 2,
+    "reference/collectives.md": 4,
+    # Background, and pages that have words of all others.
+    "algorithms.md": 1,
+    "differences.md": 1,
+    "index.md": 1,
+    "overview.md": 1,
+    "performance.md": 1,
+    "results.md": 1,
+    "stability.md": 1,
+    "walkthrough_all_reduce.md": 1,
 }
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
 ANCHOR = re.compile(r'<a (href="(?!\w+:|#)([^"#]+)[^"]*")')
@@ -76,13 +83,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Turn links that leave docs/ to the pages that the files there have become."""
     source = page.file.src_uri
-    weight = 3 if source.startswith("reference/") else SEARCHED.get(source)
-    if weight is not None:
-        page.meta.setdefault("search", {"boost": weight})
-    if source.startswith("examples/"):
-        page.meta.setdefault("search", {"boost": 0.3})  # code: the guides that explain it first
-    if source.startswith("ko/"):
-        page.meta.setdefault("search", {"boost": 0.1})  # English words: English pages first
+    weight = SEARCHED.get(source, WEIGHTS[source.rpartition("/")[0].partition("/")[0]])
+    page.meta.setdefault("search", {"boost": weight})
     if page.file.generated_by is not None:
         return markdown
     return _moved(markdown, f"docs/{source}", posixpath.dirname(source))
