@@ -116,6 +116,10 @@ RECIPES = (
         choices=(NAMED,), starts_ranks=True,
     ),
     Recipe(
+        client="transformers", what="8 files into a 2 x 2 mesh, backward, generate",
+        program="hf_eight_shards", nproc=4, checks_itself=True,
+    ),
+    Recipe(
         client="torchdata", what="`StatefulDataLoader`: killed, resumed by 3 ranks, then by 2",
         program="data_stateful_loader", starts_ranks=True, checks_itself=True,
     ),
@@ -154,11 +158,12 @@ def ways_of(recipe: Recipe) -> list[Way]:
     """
     target = ("-m", recipe.program) if recipe.is_module else (str(FOLDER / f"{recipe.program}.py"),)
     target = (*target, *recipe.arguments)
+    run = ("-m", "dure.run", f"--nproc={recipe.nproc}", "--prefix=none", "--no-fold")
     if recipe.checks_itself:
-        return [Way(_BY_CHOICE[SWAPPED], target)]
+        words = target if recipe.starts_ranks else (*run, *target)
+        return [Way(_BY_CHOICE[SWAPPED], words)]
     if recipe.starts_ranks:
         return [Way("gloo", target), *(Way(_BY_CHOICE[c], (*target, c)) for c in recipe.choices)]
-    run = ("-m", "dure.run", f"--nproc={recipe.nproc}", "--prefix=none", "--no-fold")
     launchers: dict[str, tuple[str, ...]] = {"": run}
     if recipe.torchrun:
         torchrun = ("-m", "torch.distributed.run", f"--nproc-per-node={recipe.nproc}")

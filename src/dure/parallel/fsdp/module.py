@@ -14,6 +14,7 @@ from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.reducing import CustomCollective
 from dure.parallel.fsdp.state import FSDPState, state_of, states_within
 from dure.parallel.fsdp.tree import Tree
+from dure.training.grad_views import own_part
 from dure.training.in_place import InPlace
 from dure.training.module_times import StepTimes
 from dure.training.uninitialized import marking
@@ -92,12 +93,17 @@ class FSDPModule(InPlace):
         for state in self._states():
             state.reshard()
             state.is_checked = False
+        groups = self._state().groups
+        on_meta = [g for g in groups if all(own_part(p.sharded).is_meta for p in g.parameters)]
         with marking(self):
             changed = super()._apply(*args, **kwargs)  # pyright: ignore
-            for group in self._state().groups:
-                if group.parameters[0].files is not None:  # at once, not all in memory first
+            for group in groups:  # at once, not all in memory of this rank first
+                if group.parameters[0].files is not None:
                     group.adopt()
                     group.publish()
+                elif group in on_meta:
+                    group.adopt()
+                    group.strategy.attach()
         return changed
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

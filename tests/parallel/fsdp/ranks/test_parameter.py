@@ -59,6 +59,18 @@ def test_a_model_is_sharded_and_trained_within_a_block_of_another_device(rank, w
     assert total.device.type == "cpu" and total > 0
 
 
+@on_ranks(2)
+def test_shards_have_their_last_memory_when_to_empty_returns(rank, way):
+    """Or a rank would have its part twice until the first forward, while weights are loaded."""
+    model = on_meta(way)
+    model.to_empty(device="cpu")
+    before = {name: p.to_local().data_ptr() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    model(torch.tensor([[rank, 2], [3, 4]])).sum().backward()
+    assert {name: p.to_local().data_ptr() for name, p in model.named_parameters()} == before
+
+
 def test_weights_assigned_before_an_unshard_are_kept(way):
     """A program may look at its parameters after loading, before the first step."""
 
