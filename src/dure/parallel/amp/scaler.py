@@ -157,6 +157,9 @@ class GradScaler(torch.amp.GradScaler):
                 fix="Make it without overlap_with_ddp, or use bfloat16 and no scaler.",
             )
         rebind(optimizer)  # parameters that were replaced since have no gradients to unscale
+        if _has_gradients_on_host(optimizer):
+            # torch's copies to the host are not waited for, and the host would read them at once.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         found: _Tensors = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         group = self._group()
         if group is None:
@@ -164,7 +167,8 @@ class GradScaler(torch.amp.GradScaler):
         device = found_inf.device
         anywhere = found_inf.clone()
         for tensor in found.values():
-            anywhere = torch.maximum(anywhere, tensor.to(device, non_blocking=True))
+            there = tensor.to(device, non_blocking=device.type != "cpu")
+            anywhere = torch.maximum(anywhere, there)
         agreement = self._state_beside(anywhere)
         group.all_reduce(agreement, ReduceOp.MAX)
         if device.type == "cpu":
@@ -236,3 +240,9 @@ class GradScaler(torch.amp.GradScaler):
                 fix="Save scaler.state_dict(), and load it into a new scaler.",
             )
         return super().__getstate__() | {"_unverified": None}
+
+
+def _has_gradients_on_host(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a gradient is in the host's memory, as with `CPUOffloadPolicy`."""
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return any(gradient is not None and gradient.device.type == "cpu" for gradient in gradients)

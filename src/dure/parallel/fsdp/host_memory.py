@@ -65,17 +65,6 @@ class HostMemory:
         """
         return self.empty(part.shape, dtype).copy_(part.to(dtype), non_blocking=not waits)
 
-    def check(self, shard: torch.Tensor, name: str) -> None:
-        """Raise a DeviceError if the program has moved a shard to the device."""
-        if shard.device.type not in ("cpu", "meta"):
-            raise DeviceError(
-                "a shard that is offloaded to the host was moved to a device",
-                op="FSDP forward",
-                seen=f"{name} on {shard.device}",
-                fix='Use model.to_empty(device="cpu") for a model on the meta device. To move '
-                "buffers to the device, move them one by one, or before fully_shard.",
-            )
-
 
 def host_memory_of(policy: OffloadPolicy | None, axes: DataAxes) -> HostMemory | None:
     """Return where a policy has shards that modules on a device compute with.

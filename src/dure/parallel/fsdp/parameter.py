@@ -228,8 +228,8 @@ class FSDPParameter:
         found: Any = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
         if found is self.unsharded:
             found = self.sharded
-        if self.host is not None:
-            self.host.check(found, self.name)
+        if self.host is not None and self._is_shard(found):
+            found = self._on_host(found)
         if found is self.sharded and found.spec is self.spec:
             self._mark_files()  # `to_empty` exchanges all that the object has
             return False
@@ -244,6 +244,25 @@ class FSDPParameter:
         note_replaced(self.sharded, self.now)
         self._set_sharded(found)
         return True
+
+    def _on_host(self, found: Any) -> Any:
+        """Return a shard that the program has assigned; if it is on a device, another on the host.
+
+        Optimizers that have the program's get the other one.
+        """
+        assert self.host is not None
+        if found.device.type in ("cpu", "meta"):
+            return found
+        part = self.host.shard_in(found.part)
+        moved = nn.Parameter(wrap(part, found.spec), found.requires_grad)
+        if found.grad is not None:
+            moved.grad = wrap(self.host.shard_in(found.grad.part), found.grad.spec)
+        for key, value in vars(found).items():
+            setattr(moved, key, value)
+        share_hooks(found, moved)
+        note_replaced(found, self.now)
+        self._set_on_modules(moved)
+        return moved
 
     def _is_shard(self, found: object) -> bool:
         """Whether a parameter that the program has assigned can take the place of the shard."""

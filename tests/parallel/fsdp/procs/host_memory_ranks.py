@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
 import torch
 
 import dure as dist
@@ -20,7 +19,8 @@ from dure.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from dure.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from dure.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from dure.tensor import distribute_tensor, init_device_mesh
 from dure.testing import CommRecorder
 from tests.parallel.fsdp.procs.simulated_ranks import (
     by_step,
@@ -179,9 +179,11 @@ def case_models_are_made_without_memory(rank: int, size: int) -> None:
     full = get_model_state_dict(from_meta, options=options)
     assert {t.device.type for t in full.values()} == {"cpu"}
     compare(full, state)
-    on_host.to("sim")
-    with pytest.raises(dist.DeviceError, match="embed"):
-        by_step(on_host, 1, size, rank)
+    on_host.to("sim")  # its shards, and their gradients, are moved back
+    by_step(on_host, 1, size, rank)
+    models.by_step(reference, 1)
+    compare(models.full_gradients(on_host), models.full_gradients(reference))
+    assert {p.device.type for p in on_host.parameters()} == {"cpu"}
 
 
 def case_checkpoints(rank: int, size: int) -> None:
@@ -228,3 +230,67 @@ def case_calls_are_those_of_shards_on_the_device(rank: int, size: int) -> None:
         calls.append([f"{event.op} {event.nbytes}" for event in seen.events])
     assert calls[0] == calls[1]
     assert len(calls[0]) > 8
+
+
+def _small(device: str) -> Any:
+    """Return a model whose weights are 1, 2, ... 12 and 1, 2."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(3, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = torch.arange(1.0, parameter.numel() + 1)
+            parameter.copy_(values.view(parameter.shape) / 8)
+    return model.to(device)
+
+
+def _weights(model: Any) -> dict[str, list[float]]:
+    return {name: p.full_tensor().flatten().tolist() for name, p in model.named_parameters()}
+
+
+def case_shards_on_the_device_are_assigned(rank: int, size: int) -> None:
+    """To a model on the meta device; an optimizer that is made before the first step has them."""
+    mesh = init_device_mesh("sim", (size,))
+    model = fully_shard(_small("meta"), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    shards = model.state_dict()
+    state = {
+        name: distribute_tensor(value, mesh, shards[name].placements)
+        for name, value in _small("sim").state_dict().items()
+    }
+    assert {value.device.type for value in state.values()} == {"sim"}
+    model.load_state_dict(state, assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert model(torch.zeros(1, 4, device="sim")).tolist() == [[1 / 8, 2 / 8]]
+    model(torch.zeros(1, 4, device="sim")).sum().backward()
+    optimizer.step()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert _weights(model)["1.bias"] == [1 / 8 - 1, 2 / 8 - 1]
+    assert _weights(model)["0.weight"] == [n / 8 for n in range(1, 13)]
+
+
+def case_a_model_is_moved_to_the_device_and_back(rank: int, size: int) -> None:
+    """Its shards stay on the host, as in torch."""
+    mesh = init_device_mesh("sim", (size,))
+    model = fully_shard(_small("cpu"), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    model.to("sim")
+    assert model(torch.zeros(1, 4, device="sim")).tolist() == [[1 / 8, 2 / 8]]
+    model.reshard()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def case_a_scaler_unscales_gradients_on_the_host(rank: int, size: int) -> None:
+    """And finds the overflow of one rank, on all."""
+    mesh = init_device_mesh("sim", (size,))
+    model = fully_shard(_small("cpu"), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = dist.GradScaler("sim", init_scale=4.0)
+    for overflows in (False, True):
+        optimizer.zero_grad()
+        loss = model(torch.zeros(1, 4, device="sim")).sum()
+        scaler.scale(loss).backward()
+        if overflows and rank == 1:
+            next(iter(model.parameters())).grad.to_local().fill_(float("inf"))
+        scaler.unscale_(optimizer)
+        assert model[1].bias.grad.full_tensor().tolist() == [1.0, 1.0]
+        scaler.step(optimizer)
+        scaler.update()
+        assert _weights(model)["1.bias"] == [1 / 8 - 1, 2 / 8 - 1]
+        assert scaler.get_scale() == (2.0 if overflows else 4.0)

@@ -211,7 +211,7 @@ class EngineGroup:
     def _abandon(self) -> None:
         """End the requests of operations that are about to be aborted.
 
-        Afterwards they cannot be told from those that have ended: NCCL's work has no error then.
+        Afterwards they look like those that have ended: NCCL's work has no error then.
         """
         if self.in_stream:
             for request in [*self._collectives]:
