@@ -89,11 +89,11 @@ def main() -> None:
     ]
     assert torch.equal(*continued)
 
-    whole = sum(p.nbytes for p in alone.parameters())
+    full = sum(p.nbytes for p in alone.parameters())
     held = sum(p.to_local().nbytes for p in model.parameters())
-    assert num_bytes == held < 0.26 * whole, (num_bytes, held, whole)
+    assert num_bytes == held < 0.26 * full, (num_bytes, held, full)
     if rank == 0:
-        print(f"{len(files)} files of {whole} bytes: read and held by a rank {held}")
+        print(f"{len(files)} files of {full} bytes: read and held by a rank {held}")
     dist.destroy_process_group()
 
 
