@@ -41,6 +41,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 from dure import env
 from dure.errors import LaunchError, UsageError
 from dure.launch.job import run_job
+from dure.launch.ranks.forking import device_in_use
 from dure.launch.ranks.spawn import open_descriptors
 from dure.launch.spec import JobResult, JobSpec, Line
 from dure.store.system import memory_file
@@ -68,8 +69,8 @@ def spawn(
         fn: The function that each rank calls. A spawned rank gets it by cloudpickle.
         nproc: How many ranks, on this host.
         args: Its arguments, the same for all ranks.
-        start: "fork" or "spawn"; None: fork where that is safe (neither CUDA nor autograd was used,
-            and no library has threads), else spawn.
+        start: "fork" or "spawn"; None: fork where that is safe (neither a device nor autograd was
+            used, and no library has threads), else spawn.
         settings: Fields of `JobSpec`: `env`, `log_dir`, `max_restarts`, `hang_timeout_s`,
             `on_event` and others. With `nnodes` and `endpoint` the ranks are on several hosts, each
             of which calls `spawn`.
@@ -231,8 +232,8 @@ def _why_not_fork() -> str | None:
     if threading.current_thread() is not threading.main_thread():
         return "this is not the main thread"
     torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "CUDA is in use"
+    if (device := device_in_use()) is not None:
+        return f"{device} is in use"
     if torch is not None and torch._C._autograd._get_sequence_nr() > 0:
         return "autograd was used"
     with warnings.catch_warnings():

@@ -79,6 +79,9 @@ torch.ones(1, requires_grad=True).sum().backward()
 told["used"] = functions._why_not_fork()
 told["refused"] = raised(dure.spawn, fn=total, args=(5,), start="fork")
 keep_total("spawn", None)
+from dure.testing import accelerator
+accelerator.install()
+told["device"] = functions._why_not_fork()
 print(json.dumps(told))
 """
 
@@ -162,6 +165,10 @@ def test_process_is_forked_only_before_autograd_was_used(told: dict[str, Any]) -
     assert told["used"] == "autograd was used"
     assert told["refused"][0] == "UsageError"
     assert "autograd was used" in told["refused"][1]
+
+
+def test_process_that_uses_a_device_is_not_forked(told: dict[str, Any]) -> None:
+    assert told["device"] == "the device 'sim' is in use"
 
 
 def test_odd_results(told: dict[str, Any]) -> None:

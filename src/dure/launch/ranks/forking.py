@@ -164,9 +164,23 @@ def _unfit() -> str | None:
     threads = _threads_after_fork()
     if threads > 1:
         return f"an imported module has started threads ({threads - 1} of them)"
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is not None and cuda.is_initialized():
-        return "CUDA is in use already"
+    device = device_in_use()
+    return None if device is None else f"{device} is in use already"
+
+
+def device_in_use() -> str | None:
+    """Return the accelerator that this process uses through torch: its driver outlives no fork.
+
+    Torch is not imported for it.
+    """
+    torch: Any = sys.modules.get("torch")
+    current = getattr(getattr(torch, "accelerator", None), "current_accelerator", None)
+    device = None if current is None else current()  # it initializes nothing
+    for kind in () if torch is None else dict.fromkeys(("cuda", device and device.type)):
+        module = getattr(torch, kind or "", None)
+        is_initialized = getattr(module, "is_initialized", None)
+        if is_initialized is not None and is_initialized():
+            return "CUDA" if kind == "cuda" else f"the device {kind!r}"
     return None
 
 
