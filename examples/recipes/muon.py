@@ -27,7 +27,6 @@ from dure.tensor import DTensor
 
 STEPS, BATCH = 6, 24
 MUON = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
-ADAM = {"lr": 1e-3}
 
 
 def unflatten(vector: torch.Tensor, tensors: list[torch.Tensor]) -> None:
@@ -52,13 +51,19 @@ class OwnedMuon:
             owner = loads.index(min(loads))
             self.owned[owner].append(matrix)
             loads[owner] += matrix.numel()
-        self.full: list[nn.Parameter] = []  # copies of the matrices that this rank owns
-        for owner, part in enumerate(self.owned):
-            complete = [matrix.full_tensor() for matrix in part]  # collective
-            if owner == self.rank:
-                self.full = [nn.Parameter(tensor.clone()) for tensor in complete]
+        self.full = [nn.Parameter(m.to_local().new_empty(m.shape)) for m in self.owned[self.rank]]
+        self.refresh()
         self.muon = torch.optim.Muon(self.full, **options) if self.full else None
         self.empty = matrices[0].to_local().new_empty(0)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy all matrices to their owners: after weights were loaded, too; all ranks call it."""
+        copies = dict(zip(self.owned[self.rank], self.full, strict=True))
+        for matrix in itertools.chain(*self.owned):
+            complete = matrix.full_tensor()
+            if matrix in copies:
+                copies[matrix].copy_(complete)
 
     def flat(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return all elements in one vector."""
@@ -93,7 +98,7 @@ def train(model: nn.Module, muon: type, rank: int, size: int) -> list[float]:
     """Train on this rank's rows of each batch; return the losses."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    optimizers = [muon(matrices, **MUON), torch.optim.AdamW(others, **ADAM)]
+    optimizers = [muon(matrices, **MUON), torch.optim.AdamW(others, lr=1e-3)]
     losses = []
     rows = torch.randn(STEPS, BATCH, 12, generator=torch.Generator().manual_seed(1)).double()
     for batch in rows:
@@ -134,7 +139,6 @@ def main() -> None:
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
     for name, weight in stream_full(sharded):
         torch.testing.assert_close(weight, alone.state_dict()[name], rtol=1e-9, atol=1e-12)
-    assert losses[-1] < losses[0]
 
     if rank == 0:
         print(f"losses {losses[0]:.4f} to {losses[-1]:.4f}, those of one process")
