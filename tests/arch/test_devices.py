@@ -42,7 +42,6 @@ NAMES_CUDA = {
     "comm/gpus.py": "asks which GPUs there are: the choice of NCCL",
     "comm/queries.py": "asks whether NCCL can run",
     "comm/backends/torch_engine.py": "NCCL itself",
-    "launch/functions.py": "asks whether CUDA was used before a fork",
     "parallel/amp/scaler.py": "the default device, as torch's",
     "parallel/dp/devices.py": "the default devices, as torch's",
     "parallel/dp/splitting.py": "asks whether there are GPUs",
