@@ -89,7 +89,8 @@ def conforms(count: int, subject: str) -> None:
 # ---- training ------------------------------------------------------------------------------------
 
 
-def _trained(kind: str, folder: str) -> Any:
+def trained(kind: str, folder: str) -> Any:
+    """Train on each rank in one of several ways, and compare with one process."""
     dist.init_process_group(timeout=LIMIT)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if kind == "tensor parallel":
@@ -144,7 +145,7 @@ def trains(count: int, kind: str) -> None:
     @check("shared", f"{count} ranks, {kind}", may_refuse=shares)
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            on_ranks(count, _trained, kind, folder)
+            on_ranks(count, trained, kind, folder)
 
 
 KINDS = ("ddp", "fully_shard", "fully_shard, gathered", "fully_shard, shared", "tensor parallel")
