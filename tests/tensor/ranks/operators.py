@@ -25,7 +25,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.nn.modules import linear_cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dure.errors import CommError, DureError, InternalError
@@ -35,8 +34,9 @@ from dure.testing import run_ranks
 from tests.tensor.ranks.parts import REDUCTIONS, commute, difference, fault_of, made, part
 
 # Before Python 3.12 a cached property is computed under a lock of its class: a rank that
-# communicates in there waits for others, which as threads wait for the lock.
-for _kind in vars(linear_cross_entropy).values():
+# communicates in there waits for others, which as threads wait for the lock. Older torches lack the
+# module of these classes.
+for _kind in vars(getattr(torch.nn.modules, "linear_cross_entropy", torch.nn)).values():
     for _value in vars(_kind).values() if isinstance(_kind, type) else ():
         if isinstance(_value, cached_property):
             _value.lock = nullcontext()
