@@ -219,13 +219,13 @@ int start(int n, const Wanted& wanted) {
         mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     auto* shared = new (memory) Shared{};
     const auto cores = static_cast<int>(std::thread::hardware_concurrency());
-    auto first = Group::create({0, n, 60'000'000'000, cores, kMeasureCopies, true}, kNonce);
+    auto first = Group::create({0, n, 60'000'000'000, cores, kLearnCopies, true}, kNonce);
     const int parent = getpid();
     std::vector<pid_t> children;
     for (int r = 1; r < n; r++) {
         const pid_t pid = fork();
         if (pid == 0) {
-            auto group = Group::attach({r, n, 60'000'000'000, cores, kMeasureCopies, true}, parent,
+            auto group = Group::attach({r, n, 60'000'000'000, cores, kLearnCopies, true}, parent,
                                        first->file(), kNonce);
             while (group->attached() < n) group->wait_attached(1'000'000);
             group->ready();

@@ -113,19 +113,6 @@ void run(Group& group, const std::vector<std::string>& wanted) {
     auto wants = [&](const char* name) {
         return wanted.empty() || std::find(wanted.begin(), wanted.end(), name) != wanted.end();
     };
-    if (group.rank() == 0) {
-        const CopyPlan& plan = group.copies();
-        std::printf(
-            "a line %.3f us; copied once from %lld B (messages), %lld (shared), %lld (blocks)\n",
-            plan.line_us, static_cast<long long>(plan.message_bytes),
-            static_cast<long long>(plan.shared_bytes), static_cast<long long>(plan.block_bytes));
-        for (const auto& [name, times] : {std::pair{"message, staged", plan.staged_message},
-                                          std::pair{"message, single", plan.single_message},
-                                          std::pair{"exchange, staged", plan.staged_exchange},
-                                          std::pair{"exchange, single", plan.single_exchange}}) {
-            std::printf("%-18s %8.2f us %8.2f us\n", name, times.short_us, times.long_us);
-        }
-    }
     if (wants("barrier")) measure(me, "barrier", 0, 1, [&] { require(group.run({Op::barrier})); });
     for (size_t i = 0; i < kSmall && wants("all_reduce"); i++) {
         std::memset(me.memory, 0, kSizes[i]);
@@ -162,7 +149,7 @@ int main(int argc, char** argv) {
     const int cores =
         argc > 2 ? std::atoi(argv[2]) : static_cast<int>(std::thread::hardware_concurrency());
     const char* asked = std::getenv("COPIES");
-    const int64_t copies = asked ? std::atoll(asked) : kMeasureCopies;
+    const int64_t copies = asked ? std::atoll(asked) : kLearnCopies;
     const std::vector<std::string> wanted(argv + std::min(argc, 3), argv + argc);
     const bool migrates = !std::getenv("STAY");
     const int64_t timeout_ns = 30'000'000'000;

@@ -187,16 +187,13 @@ void bind_channel(nb::module_& m) {
 // What is known of copies, for comm/backends/shm/copying.py.
 nb::tuple copies_of(Engine& e) {
     const CopyPlan& plan = e.group().copies();
-    const auto threshold = [](uint64_t bytes) -> nb::object {
-        return bytes == kNeverCopiedOnce ? nb::none() : nb::object(nb::int_(bytes));
-    };
-    return nb::make_tuple(plan.permitted != 0, plan.measured != 0, plan.learns != 0, plan.line_us,
-                          threshold(plan.message_bytes), threshold(plan.shared_bytes),
-                          threshold(plan.block_bytes));
+    const bool never = plan.once_bytes == kNeverCopiedOnce;
+    const nb::object from = never ? nb::none() : nb::object(nb::int_(plan.once_bytes));
+    return nb::make_tuple(plan.permitted != 0, plan.learns != 0, from);
 }
 
 Options options(int rank, int size, double timeout_s, int cores, bool migrates) {
-    return {rank, size, nanoseconds(timeout_s), cores, kMeasureCopies, migrates};
+    return {rank, size, nanoseconds(timeout_s), cores, kLearnCopies, migrates};
 }
 
 // What the group is broken by, or None.
@@ -239,7 +236,7 @@ void bind_group(nb::module_& m) {
                 return new Engine(Group::create(wanted, nonce));
             },
             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-            nb::arg("single_copies") = kMeasureCopies, nb::arg("migrates") = false)
+            nb::arg("single_copies") = kLearnCopies, nb::arg("migrates") = false)
         .def_static(
             "attach",
             [](int rank, int size, double timeout_s, int cores, int pid, int fd, uint64_t nonce,

@@ -191,7 +191,11 @@ class Channel {
     uint64_t address_of(int rank) const;
     bool failed_to_copy(int rank) const;
     bool fetch(const Transfer& transfer, int peer, Block result) const;
-    bool all_readable(const Transfer& transfer, size_t least) const;
+    bool copies_once(const Transfer& transfer, size_t longest) const;
+    bool all_readable(const Transfer& transfer) const;
+    bool tells_beginning(int rank) const;
+    std::atomic<float>* count_way(const Transfer& transfer, InHeap tensors, size_t most);
+    void note_time(std::atomic<float>* lasted) const;
     InHeap senders_in_heap(const Transfer& transfer) const;
     void deliver(const Transfer& transfer, int peer, size_t at) const;
     Status move_once(const Transfer& transfer, bool shares);
@@ -235,9 +239,11 @@ class Channel {
     const Site* shown_[2] = {};                // what `site` of the own block tells
     const std::string* shown_thread_[2] = {};  // `thread`
     uint32_t shown_subject_[2] = {};           // and `subject`, its code
-    bool all_begun_ = false;                   // all ranks' headers have come
-    int64_t started_ns_ = 0;                   // of the operation's first wait that was not short
-    double factors_[kMaxRanks];                // of a premultiplied sum, by rank
+    BlockWays block_ways_;
+    int64_t put_ns_ = 0;         // when this rank had put the first pieces of long blocks
+    bool all_begun_ = false;     // all ranks' headers have come
+    int64_t started_ns_ = 0;     // of the operation's first wait that was not short
+    double factors_[kMaxRanks];  // of a premultiplied sum, by rank
 
     bool background_ = false;   // the progress thread runs it
     CoreLock* core_ = nullptr;  // of a large operation

@@ -3,14 +3,14 @@
 // Note "Agreement". Rank 0 puts what its process knows from an earlier group into the header of a
 // new segment; a rank that was not in that group counts itself a stranger before it attaches. So
 // once all have attached, all know whether the plan holds as it is, as it does where all ranks are
-// threads of one process. If not: each admits the others
-// to its memory, barrier; each reads a word of every other's memory, and says if it could not,
-// barrier; rank 0 and the first rank of another process measure, rank 0 writes the plan, barrier.
+// threads of one process. If not: each admits the others to its memory, barrier; each reads a word
+// of every other's memory, and says if it could not, barrier; rank 0 writes the plan, barrier.
 #include <algorithm>
 #include <mutex>
 
 #include "channel.h"
 #include "group.h"
+#include "single_copy.h"
 
 namespace dure {
 
@@ -34,6 +34,12 @@ void keep(const CopyPlan& plan) {
 
 }  // namespace
 
+void choose_copies(CopyPlan& plan, int64_t asked) {
+    const bool by_length = plan.permitted != 0 && asked >= 0;
+    plan.learns = asked == kLearnCopies;
+    plan.once_bytes = by_length ? static_cast<uint64_t>(asked) : kNeverCopiedOnce;
+}
+
 // Before this rank counts as attached.
 void Group::bring_copy_plan() {
     CopyAgreement& agreement = header().copies;
@@ -44,7 +50,7 @@ void Group::bring_copy_plan() {
         const bool none = single_copies_ == kNoSingleCopies || size_ == 1;
         if (!none) agreement.plan = mine;
         if (mine.host == 0) agreement.plan.permitted = !none;  // if all are of one process
-        choose_copies(agreement.plan, single_copies_, size_);
+        choose_copies(agreement.plan, single_copies_);
         agreement.known = none || mine.host != 0;
     } else if (agreement.plan.host != 0 && agreement.plan.host != mine.host) {
         agreement.strangers.fetch_add(1);
@@ -61,17 +67,15 @@ void Group::agree_on_copies() {
         return;
     }
     admit_peers(pids);
-    const bool measured = agreement.plan.measured != 0;  // by rank 0's process, earlier
     // Where a barrier fails the group is broken, and nobody copies anything.
     if (channel(0).join() != Status::ok) return;
     if (!may_copy_from_all()) agreement.denied.fetch_add(1);
     if (channel(0).join() != Status::ok) return;
     CopyPlan plan = agreement.plan;
     plan.permitted = agreement.denied.load() == 0;
-    if (!measured) measure_copy_ways(plan);
     if (rank_ == 0) {
         plan.host = header().nonce;
-        choose_copies(plan, single_copies_, size_);
+        choose_copies(plan, single_copies_);
         agreement.plan = plan;
     }
     if (channel(0).join() != Status::ok) return;
@@ -87,19 +91,6 @@ bool Group::may_copy_from_all() const {
         if (word != header().nonce + static_cast<uint64_t>(r)) return false;
     }
     return true;
-}
-
-// Rank 0 with the first rank of another process; nothing for the others.
-void Group::measure_copy_ways(CopyPlan& plan) {
-    int partner = 1;
-    while (partner < size_ && block(partner).pid == block(0).pid) partner++;
-    if (partner == size_ || (rank_ != 0 && rank_ != partner)) return;
-    const int side = rank_ == 0 ? 0 : 1;
-    std::byte* const staging = base_ + layout_.staging;
-    std::byte* const stages[2] = {staging,
-                                  staging + static_cast<size_t>(partner) * kBuffers * kStageBytes};
-    const int peer_pid = block(side == 0 ? partner : 0).pid;
-    measure_copies(header().copies.trial, side, peer_pid, stages, plan);
 }
 
 }  // namespace dure

@@ -32,9 +32,9 @@ struct Options {
     int rank = 0;
     int size = 1;
     int64_t timeout_ns = 0;
-    int cores = 1;                           // that this host has for the group's ranks
-    int64_t single_copies = kMeasureCopies;  // rank 0's counts; see calibration.h
-    bool migrates = false;                   // see "Core migration" in cores.cpp
+    int cores = 1;                         // that this host has for the group's ranks
+    int64_t single_copies = kLearnCopies;  // rank 0's counts; see copy_plan.h
+    bool migrates = false;                 // see "Core migration" in cores.cpp
 };
 
 class Channel;
@@ -187,7 +187,6 @@ class Group {
     void bring_copy_plan();
     void agree_on_copies();
     bool may_copy_from_all() const;
-    void measure_copy_ways(CopyPlan& plan);
     void wake_everyone() const;
 
     const int rank_, size_;

@@ -20,7 +20,8 @@
 
 #include <cstring>
 
-#include "calibration.h"
+#include "block_ways.h"
+#include "copy_plan.h"
 #include "futex.h"
 #include "types.h"
 
@@ -65,7 +66,8 @@ struct alignas(128) OpSlot {
     uint64_t bytes;
     uint64_t heap;  // 0, or where the tensor lies (HeapPlace)
     std::byte inlined[kInlineBytes];
-    double factor;  // of a premultiplied sum
+    double factor;     // of a premultiplied sum
+    int64_t began_ns;  // of a call with long blocks whose way is learnt (block_ways.h)
 };
 static_assert(offsetof(OpSlot, inlined) + kInlineBytes == kLine);
 
@@ -88,6 +90,7 @@ struct alignas(128) ChannelBlock {
     std::atomic<uint64_t> site[2][kSiteBytes / 8];        // where the call was made, for texts
     std::atomic<uint64_t> thread[2][kThreadBytes / 8];    // by which thread
     std::atomic<uint64_t> subject[2][kSubjectBytes / 8];  // and what it is about
+    BlockTimes block_times;                               // of its tries (block_ways.h)
 };
 
 struct alignas(128) RankBlock {

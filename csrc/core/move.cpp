@@ -27,10 +27,9 @@
 // Zero-copy: where all that is sent lies in symmetric heaps, each takes it from there, whole; one
 // barrier before, one after, no staging.
 //
-// Copied once: blocks of at least CopyPlan::block_bytes are read straight out of the others' memory
-// (single_copy.h), whose addresses stand where small data would: one barrier before, one after, no
-// staging. Not where more goes between the ranks than a cache holds: the kernel looks up every
-// page, and writes results through the cache, where staging streams them past it (copying.h).
+// Copied once: where that is the quicker way (block_ways.h), blocks are read straight out of the
+// others' memory (single_copy.h), whose addresses stand where small data would: one barrier before,
+// one after, no staging.
 // Each rank copies what it receives; no rank writes into another's ordinary memory, which may have
 // another use when its call has failed. Where a copy fails, all ranks begin again through staging.
 // Only in a broadcast of two ranks whose tensors both lie in heaps does the root write the second
@@ -46,6 +45,7 @@
 // (all_to_all in place) tells no address, and does not ask for the zero-copy way.
 #include "channel.h"
 #include "copying.h"
+#include "single_copy.h"
 
 namespace dure {
 
@@ -126,13 +126,13 @@ struct Channel::Transfer {
     }
 
     bool may_once(const CopyPlan& plan) const { return plan.permitted && !kernel && size > 1; }
-    // Whether blocks of at most `longest` bytes are to be copied once.
-    bool once(const CopyPlan& plan, size_t longest) const {
-        if (!may_once(plan) || longest < least_copied_once(plan)) return false;
+    bool learns(const CopyPlan& plan) const { return may_once(plan) && plan.learns; }
+    // Whether a collective's way is learnt whose longest block has `longest` bytes.
+    bool learnt(size_t longest) const {
         const size_t others = Transfer::at(size) - 1;
         const bool from_all = call.op == Op::all_gather || call.op == Op::all_to_all;
         const size_t sent = longest * others * (from_all ? others + 1 : 1);
-        return !plan.within_cache || !exceeds_cache(sent);
+        return longest > kLeastLearntBlock && !exceeds_cache(sent);
     }
 
     Block to(int peer) const {
@@ -161,11 +161,6 @@ struct Channel::Transfer {
             default:
                 return call.outputs[at(peer)];
         }
-    }
-    size_t least_copied_once(const CopyPlan& plan) const {
-        uint64_t least = shared || call.op == Op::gather ? plan.shared_bytes : plan.block_bytes;
-        if (call.op == Op::broadcast && size == 2) least = plan.message_bytes;  // one way
-        return std::max<uint64_t>(least, kInlineBytes + 1);
     }
     // Where in `sender`'s buffer the piece for `receiver` begins.
     size_t offset(int sender, int receiver) const {
@@ -407,15 +402,50 @@ bool Channel::fetch(const Transfer& t, int peer, Block result) const {
     return read_from({group_.pid_of(peer), address}, result.data, result.bytes);
 }
 
+// Whether a rank whose longest block has `longest` bytes expects that blocks are copied once.
+bool Channel::copies_once(const Transfer& t, size_t longest) const {
+    const CopyPlan& plan = group_.copies();
+    if (!t.may_once(plan)) return false;
+    if (!plan.learns) return longest > kInlineBytes && longest >= plan.once_bytes;
+    return t.learnt(longest) && block_ways_.once(block_kind(t.call.op, longest));
+}
+
 // Whether all ranks that send anything can be read from: out of their heaps, or at an address that
-// they have written. A rank whose blocks have one length, and a short one, has written none.
-bool Channel::all_readable(const Transfer& t, size_t least) const {
+// they have written. A rank whose blocks have one length has written none if it expected staging.
+bool Channel::all_readable(const Transfer& t) const {
     for (int r = 0; r < size_; r++) {
         if (!t.sends(r) || slot(r).heap != 0) continue;
-        const bool too_short = slot(r).even && slot(r).bytes < least;
-        if (too_short || address_of(r) == 0) return false;
+        const bool told = !slot(r).even || copies_once(t, slot(r).bytes);
+        if (!told || address_of(r) == 0) return false;
     }
     return true;
+}
+
+// Whether `rank` has written when it began a collective whose way is learnt.
+bool Channel::tells_beginning(int rank) const {
+    return !slot(rank).even || slot(rank).bytes > kLeastLearntBlock;
+}
+
+// Count a collective whose longest block all know, and whose way is decided. Returns where this
+// rank is to write how long it lasted; null for nowhere.
+std::atomic<float>* Channel::count_way(const Transfer& t, InHeap tensors, size_t most) {
+    const bool counts = t.learns(group_.copies()) && t.learnt(most) && tensors == InHeap::none;
+    if (!counts) return nullptr;
+    return block_ways_.count(block_kind(t.call.op, most), rank_, size_,
+                             [this](int r) { return block(r).block_times; });
+}
+
+// A timed try is over.
+void Channel::note_time(std::atomic<float>* lasted) const {
+    if (!lasted) return;
+    int64_t all_begun_ns = 0;
+    for (int r = 0; r < size_; r++) {
+        if (tells_beginning(r)) all_begun_ns = std::max(all_begun_ns, slot(r).began_ns);
+    }
+    const bool told = tells_beginning(rank_);
+    const int64_t putting_ns = told ? put_ns_ - slot(rank_).began_ns : 0;
+    const int64_t from_ns = told ? std::max(all_begun_ns, put_ns_) : all_begun_ns;
+    lasted->store(static_cast<float>(putting_ns + now_ns() - from_ns), std::memory_order_relaxed);
 }
 
 // Of the ranks that send anything. A rank may send from another's heap (node-shared memory): then
@@ -535,29 +565,36 @@ Status Channel::move(const Call& call) {
         write_header(call, call.outputs[0].bytes, place);
     else
         write_block_header(call, place);
-    const CopyPlan& plan = group_.copies();
-    const size_t least = t.least_copied_once(plan);
-    const bool once = t.once(plan, longest_block(rank_));
+    const bool tells = t.learns(group_.copies()) && tells_beginning(rank_);
+    if (tells) slot(rank_).began_ns = now_ns();
+    const bool once = copies_once(t, longest_block(rank_));
     const bool puts = place == 0 && !once;  // expects to need the stage
-    if (once || (t.may_once(plan) && !slot(rank_).even)) tell_address(t);
+    if (once || (t.may_once(group_.copies()) && !slot(rank_).even)) tell_address(t);
     if (puts) put(t, 0);
+    if (tells) put_ns_ = now_ns();
     if (Status s = exchange_headers(); s != Status::ok) return s;
     if (call.reduction == Reduction::premul_sum) t.factors = factors();
     const InHeap tensors = t.kernel ? in_heap() : senders_in_heap(t);
     if (tensors == InHeap::all && t.kernel) return reduce_scatter_zero_copy(t);
-    const bool all_once = t.once(plan, most_bytes());
-    if (tensors == InHeap::all || (all_once && all_readable(t, least))) {
+    const size_t most = most_bytes();
+    if (tensors == InHeap::all || (copies_once(t, most) && all_readable(t))) {
+        std::atomic<float>* const lasted = count_way(t, tensors, most);
         const bool both_in_heap = slot(0).heap != 0 && slot(size_ - 1).heap != 0;
-        return move_once(t, call.op == Op::broadcast && size_ == 2 && both_in_heap);
+        const Status s = move_once(t, call.op == Op::broadcast && size_ == 2 && both_in_heap);
+        note_time(lasted);
+        return s;
     }
     // Some rank may not have put its first pieces yet.
     bool some_once = false;
-    for (int r = 0; r < size_; r++) some_once = some_once || t.once(plan, longest_block(r));
+    for (int r = 0; r < size_; r++) some_once = some_once || copies_once(t, longest_block(r));
+    std::atomic<float>* const lasted = count_way(t, tensors, most);
     if (tensors == InHeap::some || some_once) {
         if (!puts) put(t, 0);
         if (Status s = barrier(); s != Status::ok) return s;
     }
-    return move_staged(t);
+    const Status s = move_staged(t);
+    note_time(lasted);
+    return s;
 }
 
 }  // namespace dure

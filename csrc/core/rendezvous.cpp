@@ -36,6 +36,7 @@
 #include <algorithm>
 
 #include "mailbox.h"
+#include "single_copy.h"
 
 namespace dure {
 
@@ -87,11 +88,12 @@ bool Mailbox::must_wait(size_t bytes) const {
 // How the next message to `to` goes.
 MessageWay Mailbox::way_of(Block data, int to) {
     const CopyPlan& plan = group_.copies();
-    if (data.bytes < kZeroCopyBytes && data.bytes < plan.message_bytes && !must_wait(data.bytes))
+    const bool asked = data.bytes >= plan.once_bytes;
+    if (data.bytes < kZeroCopyBytes && !asked && !must_wait(data.bytes))
         return {};  // most messages
     if (must_wait(data.bytes)) return {true, {}};
     const bool in_heap = group_.find_in_heap(data.data, data.bytes) != 0;
-    if (!plan.learns) return {in_heap || data.bytes >= plan.message_bytes, {}};
+    if (!plan.learns) return {in_heap || asked, {}};
     if (data.bytes <= kLeastLearnt || !(in_heap || plan.permitted)) return {};
     const Word& once = group_.ring(group_.rank(), to).once;
     return ends(to).sent_ways.next(message_kind(data.bytes, in_heap), once.load());

@@ -2,8 +2,8 @@
 //
 // Note "Single copies". Staging moves every byte twice, through lines that both cores write in
 // turn. The kernel can move it once: process_vm_readv reads a peer's memory into ours. It costs a
-// system call and, for every page, looking up where the peer has it. What is the quicker way
-// depends on how far apart the cores are, so that is measured (calibration.h).
+// system call and, for every page, looking up where the peer has it. Which way is
+// quicker is learnt (message_ways.h, block_ways.h).
 //
 // No rank writes into a peer's private memory. A rank that was kept from its core could do so after
 // the peer's call has failed and its memory has another use.

@@ -58,8 +58,8 @@ inline int add_case(const char* name, void (*body)()) {
 
 constexpr uint64_t kNonce = 42;
 
-// How the groups of the tests copy: see calibration.h.
-inline int64_t single_copies = kMeasureCopies;
+// How the groups of the tests copy: see copy_plan.h.
+inline int64_t single_copies = kLearnCopies;
 // How many cores they believe they have.
 inline int cores = static_cast<int>(std::thread::hardware_concurrency());
 

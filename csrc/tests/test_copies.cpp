@@ -1,87 +1,37 @@
-// Copies between processes: thresholds, permission, measuring, and ends in between.
+// Copies between processes: what is asked for, permission, and ends in between.
 #include <signal.h>
 
 #include <algorithm>
 
 #include "copying.h"
 #include "harness.h"
+#include "single_copy.h"
 
 namespace dure {
 namespace {
 
 using namespace dure::testing;
 
-// ---- thresholds ---------------------------------------------------------------------------------
+// ---- what a group agrees on ---------------------------------------------------------------------
 
-// For 32 and 512 KiB staged 10 and 100 us, copied once 19.5 and 49.5: once wins from where the
-// lines cross.
-CopyPlan measured_plan() {
-    CopyPlan plan;
-    plan.permitted = plan.measured = 1;
-    plan.staged_message = plan.staged_exchange = {10, 100};
-    plan.single_message = plan.single_exchange = {19.5F, 49.5F};
-    return plan;
-}
-
-TEST(blocks_are_copied_once_from_where_the_times_cross) {
-    CopyPlan plan = measured_plan();
-    choose_copies(plan, kMeasureCopies, 2);
-    // 0.8 of 19.5 and 0.5, 6.1 us more, at 32 KiB; 59.9 us less at 512 KiB: 6.1 parts of 66
-    // between.
-    const auto from = kShortTrial + (kLongTrial - kShortTrial) * 61 / 660;
-    CHECK(plan.block_bytes > from - 64 && plan.block_bytes < from + 64);
-    CHECK(plan.shared_bytes == plan.block_bytes);
-    // With four ranks a shared block counts 1.5 times: 19.75 us more, 25.25 less.
-    choose_copies(plan, kMeasureCopies, 4);
-    CHECK(plan.block_bytes > from - 64 && plan.block_bytes < from + 64);
-    const auto shared = kShortTrial + (kLongTrial - kShortTrial) * 1975 / 4500;
-    CHECK(plan.shared_bytes > shared - 64 && plan.shared_bytes < shared + 64);
-}
-
-TEST(nothing_is_copied_once_that_is_slower_or_forbidden) {
-    CopyPlan plan = measured_plan();
-    plan.single_exchange = {19.5F, 125};  // 0.8 of it, and 0.5: half a microsecond slower
-    choose_copies(plan, kMeasureCopies, 2);
-    CHECK(plan.block_bytes == kNeverCopiedOnce && plan.message_bytes != kNeverCopiedOnce);
-    choose_copies(plan, kMeasureCopies, 3);
-    CHECK(plan.shared_bytes == kNeverCopiedOnce);
-    choose_copies(plan, kNoSingleCopies, 2);
-    CHECK(plan.message_bytes == kNeverCopiedOnce);
-    choose_copies(plan, 1000, 2);
-    CHECK(plan.message_bytes == 1000 && plan.block_bytes == 1000 && plan.shared_bytes == 1000);
-    plan.permitted = 0;
-    choose_copies(plan, 1000, 2);
-    CHECK(plan.message_bytes == kNeverCopiedOnce && plan.block_bytes == kNeverCopiedOnce);
-}
-
-TEST(without_a_measurement_what_exceeds_128_kib_is_copied_once) {
+TEST(a_group_copies_as_it_was_asked_to) {
     CopyPlan plan;
     plan.permitted = 1;
-    for (int ranks : {2, 4}) {
-        choose_copies(plan, kMeasureCopies, ranks);
-        CHECK(plan.message_bytes == 131'072 && plan.shared_bytes == 131'072);
-        CHECK(plan.block_bytes == 131'072);
-    }
+    choose_copies(plan, kLearnCopies);
+    CHECK(plan.learns && plan.once_bytes == kNeverCopiedOnce);
+    choose_copies(plan, 1000);
+    CHECK(!plan.learns && plan.once_bytes == 1000);
+    choose_copies(plan, kNoSingleCopies);
+    CHECK(!plan.learns && plan.once_bytes == kNeverCopiedOnce);
     plan.permitted = 0;
-    choose_copies(plan, kMeasureCopies, 2);
-    CHECK(plan.message_bytes == kNeverCopiedOnce && plan.block_bytes == kNeverCopiedOnce);
+    choose_copies(plan, 1000);
+    CHECK(plan.once_bytes == kNeverCopiedOnce);
 }
 
-TEST(two_processes_measure_and_all_ranks_learn_it) {
-    single_copies = kMeasureCopies;
+TEST(all_ranks_know_that_copies_are_permitted) {
+    single_copies = kLearnCopies;
     on_processes(3, [](Group& g) {
-        const CopyPlan& plan = g.copies();
-        CHECK(plan.permitted && plan.host == kNonce);
-        // Where the two were kept from their cores nothing counts as measured.
-        CHECK(plan.measured == (plan.line_us > 0));
-        CHECK(plan.line_us < 2);
-        // All ranks have the same plan.
-        double mine[2] = {static_cast<double>(plan.message_bytes), plan.line_us};
-        double least[2] = {mine[0], mine[1]}, most[2] = {mine[0], mine[1]};
-        auto block = [](double* x) { return Block{reinterpret_cast<std::byte*>(x), 16}; };
-        CHECK(g.all_reduce(block(least), DType::f64, Reduction::min) == Status::ok);
-        CHECK(g.all_reduce(block(most), DType::f64, Reduction::max) == Status::ok);
-        CHECK(least[0] == most[0] && least[1] == most[1]);
+        CHECK(g.copies().permitted && g.copies().learns && g.copies().host == kNonce);
         g.close();
     });
 }
@@ -215,7 +165,7 @@ TEST(processes_read_each_others_blocks) {
     single_copies = 4096;
     for (int n : {2, 3}) {
         on_processes(n, [](Group& g) {
-            CHECK(g.copies().block_bytes == 4096);
+            CHECK(g.copies().once_bytes == 4096);
             for (size_t count : kCounts) move_everything(g, count);
             g.close();
         });
@@ -228,7 +178,7 @@ TEST(where_the_kernel_refuses_from_the_beginning_everything_is_staged) {
         on_processes(
             2,
             [](Group& g) {
-                CHECK(!g.copies().permitted && g.copies().block_bytes == kNeverCopiedOnce);
+                CHECK(!g.copies().permitted && g.copies().once_bytes == kNeverCopiedOnce);
                 for (size_t count : kCounts) move_everything(g, count);
                 g.close();
             },
@@ -251,42 +201,41 @@ TEST(where_the_kernel_refuses_later_all_begin_anew_through_staging) {
     });
 }
 
-// Rank 1 keeps a block for itself that is too long to be copied once; rank 0 learns that only when
-// it has told where its own block lies.
-TEST(a_long_block_of_one_rank_has_all_blocks_staged) {
-    single_copies = kMeasureCopies;
-    on_threads(2, [](Group& g) {
-        const CopyPlan& plan = g.copies();
-        CHECK(plan.permitted && plan.within_cache);
-        // 40 MB, and what is copied once as this machine was measured; where nothing is, both
-        // staged.
-        constexpr size_t kLong = 10'000'000;
-        const size_t short_count = std::min<size_t>(plan.block_bytes / 4 + 1, kLong / 10);
-        const size_t own = g.rank() == 0 ? short_count : kLong;
+// Rank 1 keeps a long block for itself; rank 0 learns that only after it has put its own, short one
+// into staging or told where it lies. Calls with short blocks alone come between, so that the ranks
+// expect every combination of ways.
+TEST(ranks_that_expect_different_ways_agree_on_one) {
+    single_copies = kLearnCopies;
+    on_processes(2, [](Group& g) {
+        constexpr size_t kShort = 3'000, kLong = 30'000;
         const auto me = static_cast<size_t>(g.rank()), peer = 1 - me;
-        std::vector<std::vector<int32_t>> in(2), out(2);
-        in[me] = all_of(own, 10 * g.rank());
-        in[peer] = all_of(short_count, 10 * g.rank() + 1);
-        out[me] = all_of(own, -1);
-        out[peer] = all_of(short_count, -1);
-        CHECK(g.run({Op::all_to_all,
-                     DType::i32,
-                     Reduction::none,
-                     -1,
-                     {block_of(in[0]), block_of(in[1])},
-                     {block_of(out[0]), block_of(out[1])}}) == Status::ok);
-        CHECK(out[me] == all_of(own, 10 * g.rank()));
-        CHECK(out[peer] == all_of(short_count, 10 * static_cast<int>(peer) + 1));
+        for (int i = 0; i < 80; i++) {
+            const size_t own = g.rank() == 1 && i % 3 != 0 ? kLong : kShort;
+            std::vector<std::vector<int32_t>> in(2), out(2);
+            in[me] = all_of(own, 10 * g.rank() + i);
+            in[peer] = all_of(kShort, 10 * g.rank() + i + 1);
+            out[me] = all_of(own, -1);
+            out[peer] = all_of(kShort, -1);
+            CHECK(g.run({Op::all_to_all,
+                         DType::i32,
+                         Reduction::none,
+                         -1,
+                         {block_of(in[0]), block_of(in[1])},
+                         {block_of(out[0]), block_of(out[1])}}) == Status::ok);
+            CHECK(out[me] == all_of(own, 10 * g.rank() + i));
+            CHECK(out[peer] == all_of(kShort, 10 * static_cast<int>(peer) + i + 1));
+        }
         g.close();
     });
 }
 
-// Blocks that are copied once as long as a cache holds them, and streamed from there on.
+// Blocks whose ways are tried, then taken, and those that exceed the cache.
 TEST(blocks_of_all_lengths_arrive_whichever_way_they_take) {
-    single_copies = kMeasureCopies;
+    single_copies = kLearnCopies;
     for (int n : {2, 3}) {
         on_processes(n, [](Group& g) {
-            for (size_t count : {5'000, 500'000, 5'000'003}) move_everything(g, count);
+            for (int i = 0; i < 26; i++) move_everything(g, 5'000);
+            for (size_t count : {500'000, 5'000'003}) move_everything(g, count);
             g.close();
         });
     }

@@ -73,7 +73,7 @@ std::vector<uint8_t> receive(Mailbox& box, size_t bytes, int tag = 0) {
 }
 
 TEST(messages_of_all_kinds_arrive_while_both_ways_are_tried) {
-    single_copies = kMeasureCopies;
+    single_copies = kLearnCopies;
     on_processes(2, [](Group& g) {
         CHECK(g.copies().learns && g.copies().permitted);
         Mailbox box(g);
@@ -91,7 +91,7 @@ TEST(messages_of_all_kinds_arrive_while_both_ways_are_tried) {
 // Receives are posted long after each message, so none is copied once. Each message that is sent
 // through the ring follows 500 others, so if offers were counted, they would be the quicker way.
 TEST(a_message_that_nobody_took_in_time_counts_for_neither_way) {
-    single_copies = kMeasureCopies;
+    single_copies = kLearnCopies;
     on_processes(2, [](Group& g) {
         Mailbox box(g);
         const size_t bytes = 100'000;

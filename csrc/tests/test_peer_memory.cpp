@@ -83,7 +83,7 @@ TEST(memory_of_a_broadcast_is_its_callers_again) { reuse_after(Op::broadcast); }
 
 // Let `body` run between two ranks with tensors in heaps; rank 1 ends when it writes into rank 0's.
 void in_heaps(const std::function<void(Group&, Mailbox&, Block)>& body) {
-    single_copies = kMeasureCopies;
+    single_copies = kLearnCopies;
     on_processes(2, [&body](Group& g) {
         Mailbox box(g);
         const auto memory = g.heap().allocate(kBytes, true);

@@ -334,7 +334,7 @@ TEST(a_message_to_oneself_may_wait_too) {
 TEST(processes_copy_once_between_their_memories) {
     single_copies = kThreshold;
     on_processes(2, [](Group& g) {
-        CHECK(g.copies().permitted && g.copies().message_bytes == kThreshold);
+        CHECK(g.copies().permitted && g.copies().once_bytes == kThreshold);
         Mailbox box(g);
         for (size_t bytes : kSizes) {
             if (g.rank() == 0) CHECK(send(box, pattern(bytes, 1), 1) == Status::ok);

@@ -156,8 +156,8 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(
             name="DURE_SINGLE_COPY",
-            meaning="from how many bytes on memory is copied once, by the kernel; auto: measured; "
-            "off: never",
+            meaning="from how many bytes on memory is copied once, by the kernel; auto: where the "
+            "ranks learn that it is quicker; off: never",
             example="auto",
         ),
         Variable(

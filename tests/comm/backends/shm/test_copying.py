@@ -2,7 +2,7 @@
 
 import pytest
 
-from dure.comm.backends.shm.copying import single_copies_wanted
+from dure.comm.backends.shm.copying import CopyPlan, single_copies_wanted
 from dure.errors import UsageError
 
 
@@ -31,3 +31,16 @@ def test_other_values_are_refused(monkeypatch, value):
     monkeypatch.setenv("DURE_SINGLE_COPY", value)
     with pytest.raises(UsageError):
         single_copies_wanted()
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (CopyPlan(True, True, None), "single copies where they are quicker"),
+        (CopyPlan(True, False, 65536), "single copies from 65536 B on"),
+        (CopyPlan(True, False, None), "no single copies (not permitted, or off)"),
+        (CopyPlan(False, True, None), "no single copies (not permitted, or off)"),
+    ],
+)
+def test_plan_reads_as_what_is_copied_once(plan, text):
+    assert str(plan) == text
