@@ -493,18 +493,19 @@ Status Channel::move_once(const Transfer& t, bool shares) {
             deliver(t, peer, half);
         }
     }
+    for (int r = 0; r < size_; r++) {
+        // Until this rank has arrived no peer is through, so a process that has ended now was
+        // ended, and what was read of it may be another's. Later it may have ended well.
+        const bool read = r != rank_ && t.from(r).bytes && slot(r).heap == 0;
+        if (read && group_.lost(r)) return report_lost(r);
+    }
     const uint64_t failed = !done;
     std::memcpy(slot(rank_).inlined + offsetof(Address, failed), &failed, sizeof failed);
     if (Status s = barrier(); s != Status::ok) {
         if (shares) group_.heap().retire(t.call.outputs[0].data);
         return s;
     }
-    for (int r = 0; r < size_; r++) {
-        // What was read of a process that has ended since may be another's.
-        const bool read = r != rank_ && t.from(r).bytes && slot(r).heap == 0;
-        if (read && group_.lost(r)) return report_lost(r);
-        done = done && !failed_to_copy(r);
-    }
+    for (int r = 0; r < size_; r++) done = done && !failed_to_copy(r);
     next_stage();
     if (done) return Status::ok;
     if (Status again = barrier(); again != Status::ok) return again;  // all have seen who failed

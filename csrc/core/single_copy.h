@@ -15,8 +15,9 @@
 // whose descendants are everybody. Whether it is permitted is tried out, by reading a word of every
 // peer; where any rank may not, none does.
 //
-// A process that ends is no peer: its number may soon be another's. So who has copied looks
-// afterwards whether the peer is still alive (Group::lost), and only then trusts what it read.
+// A process that ends is no peer: its number may soon be another's. So a rank that has copied looks
+// afterwards whether the peer is still alive (Group::lost), and only then trusts what it read. It
+// looks before it tells the peer that it has copied, since after that the peer may end well.
 //
 // In one's own process (ranks as threads) a copy is a memcpy.
 #pragma once

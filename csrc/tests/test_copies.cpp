@@ -368,6 +368,24 @@ void lose_a_rank(int n, Op op) {
         10);
 }
 
+// Rank 1 ends as soon as it is through, mostly before rank 0 has looked whether all are there.
+TEST(a_rank_that_ends_after_a_collective_does_not_break_it) {
+    single_copies = 4096;
+    for (int i = 0; i < 40; i++) {
+        on_processes(2, [](Group& g) {
+            std::vector<uint8_t> mine(100'000, 1), first(100'000), second(100'000);
+            CHECK(g.run({Op::all_gather,
+                         DType::u8,
+                         Reduction::none,
+                         -1,
+                         {block_of(mine)},
+                         {block_of(first), block_of(second)}}) == Status::ok);
+            if (g.rank() == 1) _exit(0);
+            g.close();
+        });
+    }
+}
+
 TEST(a_root_that_dies_amid_a_broadcast_is_lost) { lose_a_rank(2, Op::broadcast); }
 TEST(a_rank_that_dies_amid_an_all_gather_is_lost) { lose_a_rank(3, Op::all_gather); }
 
