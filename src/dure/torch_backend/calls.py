@@ -15,7 +15,7 @@ import torch
 
 from dure.comm.ops import ReduceOp, as_reduce_op
 from dure.errors import UsageError
-from dure.torch_private import c10d
+from dure.torch_private import c10d, not_supported
 
 __all__ = ["Mode", "mode_of", "only", "reduction_of", "root_of", "slots"]
 
@@ -66,6 +66,8 @@ def reduction_of(opts: object) -> ReduceOp:
         if theirs == candidate:
             return ours
     if theirs == _PREMULTIPLIED:
+        if not hasattr(theirs, "factor"):
+            raise not_supported(["factor of torch.distributed.ReduceOp"], "2.13")
         return ReduceOp.premul_sum(theirs.factor)
     return as_reduce_op(theirs)
 
