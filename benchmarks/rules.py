@@ -537,7 +537,7 @@ def rendered() -> str:
         lines.append(f"| `{text}` | {', '.join(names)} |")
     lines += [
         "",
-        "### Without a rule",
+        "### Operators without a rule",
         "",
         "| Operator, and an example | Sharded |",
         "| --- | --- |",

@@ -206,14 +206,11 @@ class Group:
     def ready(self) -> None:
         """Start the group, after all ranks have mapped the segment; closes the descriptor."""
     @property
-    def copies(
-        self,
-    ) -> tuple[bool, bool, bool, float, int | None, int | None, int | None]:
+    def copies(self) -> tuple[bool, bool, int | None]:
         """How memory is copied between ranks, known after `ready`.
 
-        Single copies permitted; measured; the way of messages is learnt from messages; us per
-        cache line; bytes from which on messages (if it is not learnt),
-        blocks for all ranks, and blocks for each rank are copied once (None: never).
+        Single copies permitted; their way is learnt; if it is not, bytes from which on memory is
+        copied once, None for never.
         """
     def set_eager_bytes(self, nbytes: int, /) -> None:
         """Make longer messages wait for their receive; 0: all; negative: the default."""
