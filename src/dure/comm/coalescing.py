@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
@@ -36,27 +36,37 @@ class _CoalescingManager(AbstractContextManager[Coalesced, None]):
 
     def __enter__(self) -> Coalesced:
         pg = self._group
-        self._hold.__enter__()
-        if pg.coalesced is not None:
-            raise UsageError(
-                "coalescing managers of one group cannot be nested", group=pg.group_name
-            )
-        self._together = pg.together(None)
-        self._together.__enter__()
+        with ExitStack() as entered:
+            entered.enter_context(self._hold)
+            if pg.coalesced is not None:
+                raise UsageError(
+                    "coalescing managers of one group cannot be nested", group=pg.group_name
+                )
+            self._together = pg.together(None)
+            self._together.__enter__()
+            entered.pop_all()  # `__exit__` leaves them
         pg.coalesce(self._yielded.works, waits=not self._async_ops)
         return self._yielded
 
     def __exit__(self, *error: object) -> None:
         try:
             self._group.coalesce(None)
-            self._together.__exit__(None, None, None)
+            try:
+                self._together.__exit__(None, None, None)
+            except BaseException:
+                self._disown()
+                raise
             if error[0] is not None:
-                for work in self._yielded.works:  # the program cannot wait for them
-                    work.disown()
+                self._disown()
             elif not self._async_ops:
                 self._yielded.wait()
         finally:
             self._hold.__exit__()
+
+    def _disown(self) -> None:
+        """Expect no waits for the operations: the program gets an error in place of them."""
+        for work in self._yielded.works:
+            work.disown()
 
 
 def coalescing_manager(

@@ -17,13 +17,14 @@ from torch._C import _distributed_c10d as c10d
 import dure as dist
 from dure.comm import point_to_point
 from dure.comm.backends import torch_engine
+from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.engine.work import EngineState
 from dure.comm.backends.registry import open_backend
 from dure.comm.backends.verify import VerifyingBackend
 from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
 from dure.comm.work import Work, combine
-from dure.errors import DeviceError, UsageError
+from dure.errors import DeviceError, PeerLost, UsageError
 from dure.store import HashStore
 from tests.comm.options import options
 from tests.waiting import PATIENCE_S
@@ -195,6 +196,22 @@ def test_nccl_messages_of_a_batch_are_started_as_one(not_nccl, monkeypatch, veri
     assert works[1].done()
     works[0].wait()
     assert Stream.log[4:] == ["A waits for end"]
+
+
+def test_nccl_batch_in_which_a_death_is_found_is_ended_before_the_abort(not_nccl, monkeypatch):
+    """NCCL would hold back later calls of the thread, also for the survivors' new group."""
+    monkeypatch.setattr(NotNccl, "abort", lambda self: self.log.append("abort"), raising=False)
+    group = torch_engine.create_nccl(options(size=2))
+    with group.together():
+        group.send(torch.ones(2), 1, 0, True)
+        group._state.adopt(AbortRecord.gone(1))
+        with pytest.raises(PeerLost):
+            group.send(torch.ones(2), 1, 0, True)
+    assert Stream.log == ["begin", "send 1", "end"]
+    group._state.fail()
+    with pytest.raises(PeerLost), group.together():
+        raise AssertionError("it has begun")
+    assert Stream.log[3:] == ["abort"]
 
 
 class OnCuda(torch.Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import dure as dist
+from dure.comm.backends.abort import AbortRecord
 from dure.errors import Aborted, CommTimeout, PeerLost, UsageError
 from dure.testing.accelerator import Stream
 from tests.testing.accelerator import simulated_ranks
@@ -428,3 +430,17 @@ def case_waits_for_aborted_operations_raise(rank: int, size: int) -> None:
                 work.wait()
             assert work.is_completed() and not work.is_success()
     dist.all_gather_object([None, None], rank)
+
+
+def case_a_coalescing_manager_of_a_broken_group_lets_other_threads_call(
+    rank: int, size: int
+) -> None:
+    """They get the error, too."""
+    group: Any = dist.new_group([0, 1], backend="sim:simulated_nccl")
+    _made(group)
+    group._backends["sim"]._state.adopt(AbortRecord.gone(1 - rank))
+    with pytest.raises(PeerLost), dist.coalescing_manager(group):
+        raise AssertionError("it has begun")
+    with ThreadPoolExecutor() as other:
+        call = other.submit(dist.all_reduce, late(1.0), group=group)
+        assert isinstance(call.exception(PATIENCE_S), PeerLost)

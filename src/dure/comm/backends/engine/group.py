@@ -79,6 +79,7 @@ class EngineGroup:
 
     def __init__(self, engine: EngineCalls, options: BackendOptions) -> None:
         self.name, self.device_types = engine.name, engine.device_types
+        self.group_name = options.name
         self._rank, self._size = options.rank, options.size
         self.in_stream, self._bitwise = engine.in_stream, engine.bitwise
         self._any_source, self._native_floats = engine.any_source, engine.native_floats
@@ -183,11 +184,20 @@ class EngineGroup:
         self._messages.add(request)
         return request
 
-    def _begin(self, op: str, start: Start, peer: int | None = None) -> Any:
+    def _begin(
+        self, op: str, start: Start, peer: int | None = None, in_broken: bool = False
+    ) -> Any:
+        """Start something on the engine; `in_broken`: also in a group that is about to be aborted.
+
+        The watchdog has found why, and aborts it: operations from before get a moment to end.
+        """
         began = time.monotonic()
+        may_start = self._state.record is None or (in_broken and not self._state.has_failed)
+        if self.in_stream and not may_start:
+            raise self._state.error(op, began=began)
         try:
             with self._calls:
-                if self._engine is None or self._state.record is not None:
+                if self._engine is None or not may_start:
                     raise self._state.error(op, began=began)
                 return start(self._engine)
         except RuntimeError as e:
@@ -430,7 +440,8 @@ class EngineGroup:
                 yield
             finally:
                 self._batch = None
-                batch.work = self._begin("a batch", lambda e: e.end_batch())
+                # Or else NCCL would hold back what this thread calls later, for any group.
+                batch.work = self._begin("a batch", lambda e: e.end_batch(), in_broken=True)
 
     # ---- the rest --------------------------------------------------------------------------------
 

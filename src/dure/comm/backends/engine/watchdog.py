@@ -15,6 +15,8 @@ A result that was not waited for through Dure may be wrong in the meantime.
 **Calls of the device.** Whether an operation has ended is asked only if it is too old: to ask
 breaks the capture of a CUDA graph in another thread. Operations that are captured are not watched.
 
+A group whose own look fails is looked at no more, which is logged; other groups are looked at.
+
 A forked child has neither the thread nor the groups of its parent.
 """
 
@@ -27,8 +29,11 @@ from typing import Protocol
 from weakref import WeakSet
 
 from dure.errors import PeerLost
+from dure.trace import logs
 
 __all__ = ["GRACE_S", "LOOK_S", "SLACK_S", "Deaths", "Watched", "look_after"]
+
+_log = logs.logger("comm")
 
 LOOK_S = 0.2
 """How often each group is looked at."""
@@ -53,6 +58,11 @@ class Deaths(Protocol):
 class Watched(Protocol):
     """A group that the thread looks at."""
 
+    @property
+    def group_name(self) -> str:
+        """The group's name."""
+        ...
+
     def look(self) -> bool:
         """End operations that can never end; return False if there is nothing left to look for."""
         ...
@@ -69,8 +79,9 @@ def look_after(group: Watched) -> None:
     with _lock:
         _groups.add(group)
         if _thread is None:
-            _thread = threading.Thread(target=_look_at_all, name="dure-watchdog", daemon=True)
-            _thread.start()
+            thread = threading.Thread(target=_look_at_all, name="dure-watchdog", daemon=True)
+            thread.start()
+            _thread = thread
 
 
 def _look_at_all() -> None:
@@ -87,7 +98,17 @@ def _look_once() -> bool:
             _thread = None
             return False
     for group in groups:
-        if not group.look():
+        try:
+            again = group.look()
+        except Exception as error:  # of CUDA, say, or of NCCL in an abort
+            again = False
+            _log.warning(
+                "group %r is not watched any more: %s: %s",
+                group.group_name,
+                type(error).__name__,
+                error,
+            )
+        if not again:
             with _lock:
                 _groups.discard(group)
     return True
