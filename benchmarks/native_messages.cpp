@@ -5,7 +5,7 @@
 //     cmake --build build/native-plain --target native_messages
 //     [COPIES=BYTES] [STAY=1] build/native-plain/native_messages [ranks [cores [operation]...]]
 //
-// COPIES: from how many bytes on to copy once (-2: never); else that is measured (calibration.h).
+// COPIES: from how many bytes on to copy once (-2: never); else that is learnt (message_ways.h).
 // STAY: ranks that share a core do not move (cores.cpp), as without `dure run`.
 //
 // Ranks are forked processes. A sample is k operations back to back, the slowest rank's time / k;

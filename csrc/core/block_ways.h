@@ -17,11 +17,11 @@
 // rank. The way with the shorter sum is taken, its longest try left out.
 //
 // Ranks must take the same way without asking each other. All make the same calls on a channel, so
-// they count alike. Each writes into the segment how long its tries lasted, and all read what all
-// have written in the first call of the kind after the tries: when everybody has begun that call,
-// everybody has ended the tries.
+// they count alike, and what a cache holds is rank 0's answer (copy_plan.h). Each writes into the
+// segment how long its tries lasted, and all read what all have written in the first call of the
+// kind after the tries: when everybody has begun that call, everybody has ended the tries.
 //
-// What exceeds the cache is staged and not counted: the kernel looks up every page, and writes
+// What exceeds the last cache is staged and not counted: the kernel looks up every page, and writes
 // results through the cache, where staging streams them past it (copying.h).
 //
 // Cost: 8 of 1,024 collectives of a kind go the slower way; two readings of the clock each.

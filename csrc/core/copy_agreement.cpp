@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "channel.h"
+#include "copying.h"
 #include "group.h"
 #include "single_copy.h"
 
@@ -50,6 +51,7 @@ void Group::bring_copy_plan() {
         const bool none = single_copies_ == kNoSingleCopies || size_ == 1;
         if (!none) agreement.plan = mine;
         if (mine.host == 0) agreement.plan.permitted = !none;  // if all are of one process
+        agreement.plan.cache_bytes = last_cache_bytes();
         choose_copies(agreement.plan, single_copies_);
         agreement.known = none || mine.host != 0;
     } else if (agreement.plan.host != 0 && agreement.plan.host != mine.host) {
@@ -71,12 +73,10 @@ void Group::agree_on_copies() {
     if (channel(0).join() != Status::ok) return;
     if (!may_copy_from_all()) agreement.denied.fetch_add(1);
     if (channel(0).join() != Status::ok) return;
-    CopyPlan plan = agreement.plan;
-    plan.permitted = agreement.denied.load() == 0;
     if (rank_ == 0) {
-        plan.host = header().nonce;
-        choose_copies(plan, single_copies_);
-        agreement.plan = plan;
+        agreement.plan.permitted = agreement.denied.load() == 0;
+        agreement.plan.host = header().nonce;
+        choose_copies(agreement.plan, single_copies_);
     }
     if (channel(0).join() != Status::ok) return;
     copies_ = agreement.plan;

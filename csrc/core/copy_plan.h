@@ -19,6 +19,7 @@ struct CopyPlan {
     uint32_t permitted = 0;  // 1: every rank may read every other's memory
     uint32_t learns = 0;     // 1: which way is quicker is learnt (message_ways.h, block_ways.h)
     uint64_t once_bytes = kNeverCopiedOnce;  // else: from which length on all is copied once
+    uint64_t cache_bytes = 0;  // what rank 0's last cache holds; collectives that exceed it: staged
 };
 
 // What the ranks of a group tell each other of it, in the segment's header.

@@ -14,10 +14,10 @@
 namespace dure {
 
 // A large last cache is shared with others: a virtual machine reports that of the whole processor.
-bool exceeds_cache(size_t bytes) {
+size_t last_cache_bytes() {
     constexpr size_t kMost = 32 * 1024 * 1024;
     static const long known = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return bytes > (known > 0 ? std::min(static_cast<size_t>(known), kMost) : kMost);
+    return known > 0 ? std::min(static_cast<size_t>(known), kMost) : kMost;
 }
 
 #if defined(DURE_STREAMS)

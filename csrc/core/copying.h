@@ -72,8 +72,11 @@ class QuickerWay {
     std::atomic<float> least_[2] = {kNone, kNone};  // ns per byte of this period's tries
 };
 
-// Whether `bytes` are more than this machine's last cache holds.
-bool exceeds_cache(size_t bytes);
+// What the last cache holds, 32 MiB at most. Processes of one machine may be told different
+// numbers: its cores may have different caches.
+size_t last_cache_bytes();
+
+inline bool exceeds_cache(size_t bytes) { return bytes > last_cache_bytes(); }
 
 // Copy with non-temporal stores where the machine has them; complete for other ranks at the
 // caller's next release, as any copy. The ranges do not overlap.

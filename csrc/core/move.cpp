@@ -128,11 +128,11 @@ struct Channel::Transfer {
     bool may_once(const CopyPlan& plan) const { return plan.permitted && !kernel && size > 1; }
     bool learns(const CopyPlan& plan) const { return may_once(plan) && plan.learns; }
     // Whether a collective's way is learnt whose longest block has `longest` bytes.
-    bool learnt(size_t longest) const {
+    bool learnt(const CopyPlan& plan, size_t longest) const {
         const size_t others = Transfer::at(size) - 1;
         const bool from_all = call.op == Op::all_gather || call.op == Op::all_to_all;
         const size_t sent = longest * others * (from_all ? others + 1 : 1);
-        return longest > kLeastLearntBlock && !exceeds_cache(sent);
+        return longest > kLeastLearntBlock && sent <= plan.cache_bytes;
     }
 
     Block to(int peer) const {
@@ -407,7 +407,7 @@ bool Channel::copies_once(const Transfer& t, size_t longest) const {
     const CopyPlan& plan = group_.copies();
     if (!t.may_once(plan)) return false;
     if (!plan.learns) return longest > kInlineBytes && longest >= plan.once_bytes;
-    return t.learnt(longest) && block_ways_.once(block_kind(t.call.op, longest));
+    return t.learnt(plan, longest) && block_ways_.once(block_kind(t.call.op, longest));
 }
 
 // Whether all ranks that send anything can be read from: out of their heaps, or at an address that
@@ -429,7 +429,8 @@ bool Channel::tells_beginning(int rank) const {
 // Count a collective whose longest block all know, and whose way is decided. Returns where this
 // rank is to write how long it lasted; null for nowhere.
 std::atomic<float>* Channel::count_way(const Transfer& t, InHeap tensors, size_t most) {
-    const bool counts = t.learns(group_.copies()) && t.learnt(most) && tensors == InHeap::none;
+    const CopyPlan& plan = group_.copies();
+    const bool counts = t.learns(plan) && t.learnt(plan, most) && tensors == InHeap::none;
     if (!counts) return nullptr;
     return block_ways_.count(block_kind(t.call.op, most), rank_, size_,
                              [this](int r) { return block(r).block_times; });

@@ -3,10 +3,68 @@
 #include "channel.h"
 #include "harness.h"
 
+// What this process is told of the last cache; 0: what the C library says.
+static long told_cache_bytes = 0;
+
+extern "C" {
+long __sysconf(int name) noexcept;  // the C library's
+
+__attribute__((no_sanitize("address", "thread", "undefined"))) long sysconf(int name) noexcept {
+    const bool told = name == _SC_LEVEL3_CACHE_SIZE && told_cache_bytes != 0;
+    return told ? told_cache_bytes : __sysconf(name);
+}
+}
+
 namespace dure {
 namespace {
 
 using namespace dure::testing;
+
+// The first case, since a process asks once. Rank 1 is forked before rank 0 has asked.
+TEST(ranks_that_are_told_of_different_caches_take_the_same_way) {
+    const pid_t parent = getpid();
+    single_copies = kLearnCopies;
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    const auto gather = [](Group& g) {
+        for (int i = 0; i < 40; i++) {
+            std::vector<uint8_t> mine(100'000, static_cast<uint8_t>(2 * i + g.rank()));
+            std::vector<uint8_t> first(mine.size()), second(mine.size());
+            const Status status = g.run({Op::all_gather,
+                                         DType::u8,
+                                         Reduction::none,
+                                         -1,
+                                         {block_of(mine)},
+                                         {block_of(first), block_of(second)}});
+            CHECK(status == Status::ok);
+            CHECK(first == std::vector<uint8_t>(mine.size(), static_cast<uint8_t>(2 * i)));
+            CHECK(second == std::vector<uint8_t>(mine.size(), static_cast<uint8_t>(2 * i + 1)));
+        }
+        g.close();
+    };
+    const pid_t child = fork();
+    if (child == 0) {
+        told_cache_bytes = 64 * 1024;
+        int file = -1;
+        CHECK(read(ends[0], &file, sizeof file) == sizeof file);
+        auto group = Group::attach(options_of(1, 2, 5), parent, file, kNonce);
+        while (group->attached() < 2) group->wait_attached(1'000'000);
+        group->ready();
+        gather(*group);
+        std::_Exit(0);
+    }
+    told_cache_bytes = 8 << 20;
+    auto group = Group::create(options_of(0, 2, 5), kNonce);
+    const int file = group->file();
+    CHECK(write(ends[1], &file, sizeof file) == sizeof file);
+    while (group->attached() < 2) group->wait_attached(1'000'000);
+    group->ready();
+    CHECK(group->copies().cache_bytes == 8 << 20);
+    gather(*group);
+    int status = 0;
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
 
 TEST(kinds_are_operations_and_lengths_between_powers_of_two) {
     CHECK(block_kind(Op::broadcast, 8 * 1024 + 1) == 0);

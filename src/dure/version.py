@@ -17,7 +17,7 @@ RELEASE = "0.2.0.dev0"
 """The version; this is the only place to change it. `.dev0` marks an unreleased version, for which
 `scripts/build_version.py` replaces the 0 by the day and adds the commit."""
 
-PROTOCOL = 16
+PROTOCOL = 17
 """Increased by one with each incompatible change of the data that processes of a job exchange or
 share: messages of rendezvous, stores, launchers and RPC, and the layout of the native engine's
 shared memory (csrc/core/layout.h, which is compiled with this number)."""
