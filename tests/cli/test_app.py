@@ -75,3 +75,31 @@ def test_modules_that_torch_users_would_start_are_the_command(module: str) -> No
     shown = subprocess.run(wrong, capture_output=True, check=False)
     assert shown.returncode == 2
     assert shown.stderr.startswith(b"dure run: error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["env", "FOO"],
+            "dure env: error: unexpected argument 'FOO': `dure env` takes no arguments. "
+            "Leave 'FOO' out; `dure env --help` lists the options.",
+        ),
+        (
+            ["checkpoint", "diff", "/", "/", "c"],
+            "dure checkpoint: error: unexpected argument 'c': `dure checkpoint diff` takes 2 "
+            "arguments: first, second. Leave 'c' out; `dure checkpoint diff --help` lists the "
+            "options.",
+        ),
+    ],
+)
+def test_a_surplus_argument_is_named_with_what_the_command_takes(
+    words: list[str], text: str
+) -> None:
+    assert ended(words, subprocess.DEVNULL) == (2, f"{text}\n".encode())
+
+
+def test_an_invalid_level_of_the_log_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DURE_LOG", "loud")
+    code, said = ended(["run", "program.py"], subprocess.DEVNULL)
+    assert (code, said.count(b"DURE_LOG must be"), said.count(b"\n")) == (2, 1, 1)

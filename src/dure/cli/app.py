@@ -6,10 +6,11 @@ import importlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any  # Any: a command, or several
 
-from dure.errors import DureError, UsageError
+from dure.errors import DureError, UsageError, UsageWarning
 
 if TYPE_CHECKING:
     import typer
@@ -65,7 +66,9 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] | None =
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     try:
         if wanted == "run":
-            run = _load("run")
+            with warnings.catch_warnings():  # `run` refuses an invalid DURE_LOG; once is enough
+                warnings.simplefilter("ignore", UsageWarning)
+                run = _load("run")
             if loaded is not None:
                 loaded()
             return run(arguments[arguments.index(wanted) + 1 :])
@@ -89,6 +92,8 @@ def app_of(wanted: str | None) -> typer.Typer:
     """Build the command line, with the code of the one command that is wanted."""
     import typer  # lazy: 35 ms, and `dure run` does not need it
 
+    from dure.cli.strict_command import StrictCommand  # lazy: it imports typer
+
     app = typer.Typer(
         help="Distributed training for PyTorch that shows which rank went wrong, and where.",
         no_args_is_help=True,
@@ -100,9 +105,11 @@ def app_of(wanted: str | None) -> typer.Typer:
     for name, (_, summary) in COMMANDS.items():
         code = _load(name) if name == wanted else _nothing
         if isinstance(code, typer.Typer):
+            for command in code.registered_commands:
+                command.cls = StrictCommand
             app.add_typer(code, name=name, help=summary)
         else:
-            app.command(name, help=summary)(code)
+            app.command(name, cls=StrictCommand, help=summary)(code)
     return app
 
 
