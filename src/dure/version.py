@@ -4,7 +4,7 @@ A *build* is a version and a protocol. The processes of a job must have equal bu
 processes of one version are tested together. They compare builds at every rendezvous, in messages
 that are exchanged anyway (`dure.store.builds`).
 
-An unreleased version has the day and the commit of its sources: `0.2.0.dev20261128+g5d4b20e5`.
+An unreleased version has the day and the commit of its sources: `0.3.0.dev20261201+g5d4b20e5`.
 Installing writes it into the module `dure._build`, so no process runs git. A checkout that was
 never installed does not have this module; its version is `RELEASE`.
 
@@ -13,7 +13,7 @@ Internal: names here may change in any release. The version is `dure.__version__
 
 from __future__ import annotations
 
-RELEASE = "0.2.0.dev0"
+RELEASE = "0.2.0"
 """The version; this is the only place to change it. `.dev0` marks an unreleased version, for which
 `scripts/build_version.py` replaces the 0 by the day and adds the commit."""
 
