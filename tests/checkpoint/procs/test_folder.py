@@ -19,9 +19,12 @@ def _hold_and_fork(path, pipe, release):
     current_process().authkey = b"of a program that was executed"
     held = Folder(path)
     begun = held.begin(1)
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(write_end, b"!")
         signal.pause()
+    os.read(read_end, 1)  # from here on the child no longer has the file of the lock open
     if release:
         held.release()
     pipe.send((child, str(begun)))
