@@ -210,7 +210,7 @@ class _Nccl(EngineCalls):
         return self._engine.allreduce([torch.zeros(1, dtype=torch.uint8, device=self._device)])
 
     def set_timeout(self, timeout: timedelta) -> None:
-        super().set_timeout(timeout + self._margin)
+        super().set_timeout(_longer(timeout, self._margin))
 
     def leave(self) -> None:
         self._engine.shutdown()
@@ -440,6 +440,10 @@ def create_gloo(options: BackendOptions) -> EngineGroup:
         raise
 
 
+def _longer(timeout: timedelta, margin: timedelta) -> timedelta:
+    return timeout if timeout > timedelta.max - margin else timeout + margin
+
+
 def create_nccl(options: BackendOptions) -> EngineGroup:
     """Make this rank's part of an NCCL group; every rank must do so.
 
@@ -487,7 +491,7 @@ def connect_nccl(
     Raises:
         CommError: A rank did not call, or could not be connected to.
     """
-    settings._timeout = options.timeout + margin
+    settings._timeout = _longer(options.timeout, margin)
     store = _StoreBridge(options.store)
     make = lambda: cls(store, options.rank, options.size, settings)  # noqa: E731
     engine = _connect(name, make, options)
