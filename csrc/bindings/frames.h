@@ -59,7 +59,7 @@ class Frames {
     static _PyInterpreterFrame* current() { return PyThreadState_Get()->cframe->current_frame; }
     PyCodeObject* code() const { return frame_->f_code; }
 #endif
-    // Skip frames that are being entered, and those that stand for C.
+    // Skip frames that are being entered, and those of C functions.
     static _PyInterpreterFrame* complete(_PyInterpreterFrame* frame) {
         while (frame && _PyFrame_IsIncomplete(frame)) frame = frame->previous;
         return frame;

@@ -17,9 +17,9 @@
 // rank. The way with the shorter sum is taken, its longest try left out.
 //
 // Ranks must take the same way without asking each other. All make the same calls on a channel, so
-// they count alike, and what a cache holds is rank 0's answer (copy_plan.h). Each writes into the
-// segment how long its tries lasted, and all read what all have written in the first call of the
-// kind after the tries: when everybody has begun that call, everybody has ended the tries.
+// their counts are equal, and the size of the cache is that of rank 0 (copy_plan.h). Each rank
+// writes into the segment how long its tries lasted. In the first call of the kind after the tries
+// each rank reads these times of all ranks: all that have begun that call have ended the tries.
 //
 // What exceeds the last cache is staged and not counted: the kernel looks up every page, and writes
 // results through the cache, where staging streams them past it (copying.h).

@@ -15,14 +15,14 @@ constexpr int64_t kLearnCopies = -1, kNoSingleCopies = -2;
 
 // Equal on all ranks of a group.
 struct CopyPlan {
-    uint64_t host = 0;       // nonce of the group that found out what is permitted; 0: nobody has
+    uint64_t host = 0;       // nonce of the group that found out what is permitted; 0: none has
     uint32_t permitted = 0;  // 1: every rank may read every other's memory
     uint32_t learns = 0;     // 1: which way is quicker is learnt (message_ways.h, block_ways.h)
     uint64_t once_bytes = kNeverCopiedOnce;  // else: from which length on all is copied once
     uint64_t cache_bytes = 0;  // what rank 0's last cache holds; collectives that exceed it: staged
 };
 
-// What the ranks of a group tell each other of it, in the segment's header.
+// The part of the segment's header through which the ranks of a group agree.
 struct CopyAgreement {
     CopyPlan plan;
     uint32_t known = 0;  // 1: `plan` came from an earlier group of these ranks, if

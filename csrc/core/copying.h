@@ -72,8 +72,8 @@ class QuickerWay {
     std::atomic<float> least_[2] = {kNone, kNone};  // ns per byte of this period's tries
 };
 
-// What the last cache holds, 32 MiB at most. Processes of one machine may be told different
-// numbers: its cores may have different caches.
+// The size of the last cache, 32 MiB at most. It may differ between processes of one machine, whose
+// cores may have different caches.
 size_t last_cache_bytes();
 
 inline bool exceeds_cache(size_t bytes) { return bytes > last_cache_bytes(); }

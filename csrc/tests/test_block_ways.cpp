@@ -3,7 +3,7 @@
 #include "channel.h"
 #include "harness.h"
 
-// What this process is told of the last cache; 0: what the C library says.
+// The size of the last cache in this process; 0: that of the C library.
 static long told_cache_bytes = 0;
 
 extern "C" {
@@ -120,7 +120,8 @@ TEST(eight_calls_are_staged_eight_try_each_way_and_the_others_take_the_quicker_o
     }
 }
 
-// Staged 100 on the slowest rank. Once 90, but for one try; 90 on rank 0 only; 90 in two of four.
+// Staged: 100 on the slowest rank. Once: 90 in all tries except one; 90 on rank 0 only; 90 in two
+// of four tries.
 TEST(the_slowest_rank_counts_and_one_disturbance_does_not) {
     const auto chosen = [](auto once_ns) {
         TwoRanks two;

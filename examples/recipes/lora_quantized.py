@@ -37,7 +37,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the weight [out, in] that bytes and scales stand for."""
+    """Return the weight [out, in] that bytes and scales encode."""
     codes = torch.stack([packed // 16, packed % 16], -1).flatten(1)
     return (LEVELS[codes.int()].unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
 
