@@ -13,7 +13,7 @@ Internal: names here may change in any release. The version is `dure.__version__
 
 from __future__ import annotations
 
-RELEASE = "0.2.0"
+RELEASE = "0.3.0.dev0"
 """The version; this is the only place to change it. `.dev0` marks an unreleased version, for which
 `scripts/build_version.py` replaces the 0 by the day and adds the commit."""
 
