@@ -15,11 +15,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.waiting import PATIENCE_S, free_port
+from dure.launch.ranks.ports import reserve_port
+from tests.waiting import PATIENCE_S
 
 FOLDER = Path(__file__).parents[2] / "examples/clients"
 NAMED, SWAPPED = "dure", "--dure"
 """The last argument of a program that is to use the name "dure", or `import dure`."""
+TORCHRUN = "torch.distributed.run"
 _IN_PLACE, _BY_CHOICE = "in Gloo's place", {NAMED: "by name", SWAPPED: "`import dure`"}
 
 
@@ -166,7 +168,7 @@ def ways_of(recipe: Recipe) -> list[Way]:
         return [Way("gloo", target), *(Way(_BY_CHOICE[c], (*target, c)) for c in recipe.choices)]
     launchers: dict[str, tuple[str, ...]] = {"": run}
     if recipe.torchrun:
-        torchrun = ("-m", "torch.distributed.run", f"--nproc-per-node={recipe.nproc}")
+        torchrun = ("-m", TORCHRUN, f"--nproc-per-node={recipe.nproc}")
         launchers[" under torchrun"] = torchrun
     return [
         Way("gloo", (*run, *target)),
@@ -186,13 +188,17 @@ def run(recipe: Recipe, way: Way) -> list[str]:
     variables = {
         **{"DURE_STAND_IN": "gloo" if way.stands_in else "", "TOKENIZERS_PARALLELISM": "false"},
         **{"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        "PET_MASTER_PORT": str(free_port()),
     }
-    done = subprocess.run(
-        [sys.executable, *way.words],
-        env={**os.environ, **variables},
-        capture_output=True, text=True, check=False, timeout=4 * PATIENCE_S,
-    )  # fmt: skip
+    # `dure run` keeps a port for its ranks; torchrun takes 29500, which another process may have.
+    keeper, port = reserve_port()
+    with keeper:
+        if TORCHRUN in way.words:
+            variables["PET_MASTER_PORT"] = str(port)
+        done = subprocess.run(
+            [sys.executable, *way.words],
+            env={**os.environ, **variables},
+            capture_output=True, text=True, check=False, timeout=4 * PATIENCE_S,
+        )  # fmt: skip
     assert done.returncode == 0, (
         f"{way.name}: status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     )

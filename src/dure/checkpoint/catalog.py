@@ -82,6 +82,7 @@ __all__ = [
     "publish",
     "remove",
     "sealed",
+    "unless_changed",
 ]
 
 NAME = MANIFEST
@@ -200,31 +201,39 @@ def _number_in(folder: AnyPath) -> int | None:
 
 
 def publish(
-    folder: AnyPath, manifest: Manifest, check: Callable[[], object] = lambda: None
+    folder: AnyPath,
+    manifest: Manifest,
+    check: Callable[[], object] = lambda: None,
+    is_new: bool = False,
 ) -> Published:
     """Make `manifest` that of the folder, durably; then remove the files that it does not name.
 
     Args:
         folder: The folder.
         manifest: Of the new checkpoint.
-        check: Called at first, right before the manifest is put in place, and before files are
-            removed; an error of it prevents that.
+        check: Called right before the manifest is put in place, before files are removed, and if a
+            file is absent; an error of it prevents that.
+        is_new: Whether this save has made the folder, which has no other files.
 
     Raises:
         CheckpointNotWritten: This rank does not find a file that another rank wrote.
         OSError: It cannot be written; the folder's checkpoint is the one before.
     """
-    check()  # a job that has taken over may have removed the files
     files = manifest.files
-    _check_seen(folder, files)
+    try:
+        _check_seen(folder, files)
+    except (CheckpointNotWritten, OSError):
+        check()  # a job that has taken over may have removed the files
+        raise
     text = sealed(manifest)
     digest = bytes(text[len(_HEAD) : len(_HEAD) + _DIGEST_BYTES])
     try:
         file_system_of(folder).replace(folder / NAME, text, check)
     except Unflushed as e:
         return Published(digest, e)
-    with suppress(OSError):
-        remove(folder, keep=files, check=check)
+    if not is_new:
+        with suppress(OSError):
+            remove(folder, keep=files, check=check)
     return Published(digest, None)
 
 
@@ -297,6 +306,48 @@ def catalog_of(folder: AnyPath) -> Catalog:
         except NotAFile as e:
             raise Unreadable(f"{NAME} cannot be read: {e.strerror}") from None
         return _parsed(folder, content)
+
+
+@contextmanager
+def unless_changed(catalog: Catalog) -> Iterator[None]:
+    """Raise another error if a save has removed or replaced the checkpoint since it was opened.
+
+    Args:
+        catalog: The checkpoint's, with a digest if it is of a manifest.
+
+    Raises:
+        CheckpointError: A file is absent or another one, and the manifest is no longer that one.
+        CheckpointDamaged: As it was raised; the manifest is as it was.
+    """
+    try:
+        yield
+    except CheckpointDamaged as e:
+        change = _change_of(catalog)
+        if change is None:
+            raise
+        raise CheckpointError(
+            f"the checkpoint was {change} while it was read",
+            path=str(catalog.folder),
+            seen=e.seen,
+            fix="Load again: another job, or another thread, saves there.",
+        ) from e
+
+
+def _change_of(catalog: Catalog) -> str | None:
+    """Return how a manifest has changed since it was read; None: not at all, or it is not known."""
+    if len(catalog.digest) != _DIGEST_BYTES:  # of another form of checkpoints
+        return None
+    try:
+        front = file_system_of(catalog.folder).open(catalog.folder / NAME)
+        try:
+            found = front.read(0, len(_HEAD) + _DIGEST_BYTES)
+        finally:
+            front.close()
+    except FileNotFoundError:
+        return "removed"
+    except OSError:
+        return None
+    return None if catalog.digest in (found[len(_HEAD) :], found[:_DIGEST_BYTES]) else "replaced"
 
 
 class HeldManifest:

@@ -240,12 +240,7 @@ class Checkpointer:
         """Remove the oldest valid checkpoints; those that were refused are kept for inspection."""
         if self.keep is None:
             return
-        try:
-            found = self._folder.places()
-        except OSError as e:  # the new checkpoint is saved, so the save has not failed
-            _log.warning("old checkpoints could not be removed: %s", str(e))
-            return
-        places = [p for p in found if str(p.path) not in self.refused]
+        places = [p for p in self._folder.complete if str(p.path) not in self.refused]
         for place in places[: -self.keep]:
             try:
                 self._folder.remove(place.path)
@@ -274,8 +269,9 @@ class Checkpointer:
 
         Raises:
             CheckpointDamaged: There are checkpoints, but none is valid; `refused` says why.
-            CheckpointError: A file cannot be opened or read (too many open files, an I/O error).
-                No older checkpoint is loaded instead.
+            CheckpointError: A file cannot be opened or read (too many open files, an I/O error),
+                or another job has removed the checkpoint during the load. No older checkpoint is
+                loaded instead.
             CheckpointTooNew: The newest checkpoint was written by a later version of Dure, whose
                 format this one cannot read. No older checkpoint is loaded instead.
             CheckpointMismatch: The checkpoint is valid, but not of these objects. Nothing is

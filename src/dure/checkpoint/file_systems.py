@@ -197,8 +197,8 @@ class FileSystem(Protocol):
         """Remove a checkpoint, so that at no moment half of it is taken for one."""
         ...
 
-    def clean(self, folder: Any, name_of_checkpoint: re.Pattern[str]) -> None:
-        """Remove what was never committed, and what was being removed.
+    def clean(self, folder: Any, name_of_checkpoint: re.Pattern[str]) -> list[str]:
+        """Remove what was never committed, and what was being removed; return the names of others.
 
         Args:
             folder: The folder of the checkpoints.

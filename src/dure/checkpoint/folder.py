@@ -68,6 +68,7 @@ class Folder:
         self._holds = False
         self._begun: AnyPath | None = None
         self._final = path
+        self._complete: list[Place] = []
         _folders.add(self)
 
     def places(self) -> list[Place]:
@@ -83,17 +84,25 @@ class Folder:
             except FileNotFoundError:
                 self._files.check_link(self.path)
                 return []
-            places = [place for place in map(self._place, names) if place is not None]
+            places = [self._place(n) for n in names if self._files.is_checkpoint(self.path / n)]
             if places or names == before:
                 return sorted(places)
             before = names  # what was listed may be removed since, when a newer one was complete
 
-    def _place(self, name: str) -> Place | None:
-        """Return the checkpoint of a name; None if it is not complete, or is removed."""
-        found, path = _NAME.match(name), self.path / name
-        if found is None or not self._files.is_checkpoint(path):
-            return None
-        return Place(int(found[1]), int(found[2]), path)
+    def _place(self, name: str) -> Place:
+        """Return the checkpoint of a name."""
+        found = _NAME.match(name)
+        assert found is not None
+        return Place(int(found[1]), int(found[2]), self.path / name)
+
+    @property
+    def complete(self) -> list[Place]:
+        """The checkpoints when this object's last save was committed, oldest first.
+
+        While the lock is held no other process adds one. If a person removes one during the save,
+        it is still here.
+        """
+        return self._complete
 
     def begin(self, step: int) -> AnyPath:
         """Remove what earlier runs left over, and make the folder of a new checkpoint.
@@ -105,8 +114,8 @@ class Folder:
         """
         self._files.make(self.path)
         self.hold()
-        self._files.clean(self.path, _NAME)
-        number = max((place.number for place in self.places()), default=0) + 1
+        self._complete = sorted(map(self._place, self._files.clean(self.path, _NAME)))
+        number = max((place.number for place in self._complete), default=0) + 1
         made, self._final = self._files.begin(self.path, f"{number:06d}-step-{step}")
         self._begun = made
         return made
@@ -171,6 +180,7 @@ class Folder:
         final = self._final
         self._files.commit(made, final, self.check)
         self._begun = None
+        self._complete.append(self._place(final.name))
         assert self._lock is not None
         self._lock.kept = self._lock.kept or self._for_job
         self._files.flush_name(final)

@@ -210,9 +210,6 @@ class FsspecPath:
         """Make the folder, if the store has folders; in others a folder is where a file is."""
         if self.url.partition("://")[0].lower() not in _WITHOUT_FOLDERS:
             self._call(lambda fs, key: fs.makedirs(key, exist_ok=True))
-        if self.is_file():
-            seen = "there is something else than a folder"
-            raise NotADirectoryError(errno.ENOTDIR, seen, self.url)
 
     def _kind(self) -> str | None:
         try:
@@ -234,6 +231,8 @@ class FsspecPath:
         except OSError as e:
             number = e.errno or next((n for kind, n in _NUMBERS if isinstance(e, kind)), errno.EIO)
             text = e.strerror or str(e) or os.strerror(number)
+            if isinstance(e, FileNotFoundError) and not e.strerror:  # it may have the key alone
+                text = f"{os.strerror(number)} ({text})"
             raise OSError(number, text, self.url) from e
         except Exception as e:
             raise OSError(errno.EIO, f"{type(e).__name__}: {e}", self.url) from e

@@ -283,11 +283,12 @@ class LocalFiles:
         """Remove a folder and all in it, as far as possible."""
         shutil.rmtree(path, ignore_errors=True)
 
-    def clean(self, folder: Path, name_of_checkpoint: re.Pattern[str]) -> None:
-        """Remove what was never committed, and what was being removed."""
+    def clean(self, folder: Path, name_of_checkpoint: re.Pattern[str]) -> list[str]:
+        """Remove what was never committed, or was being removed; return names of checkpoints."""
         for path in folder.iterdir():
             if path.name.startswith(_REMOVING):
                 self.remove_tree(path)
             elif path.name.startswith(_SAVING):
                 with suppress(FileNotFoundError):  # it has just been committed
                     self.remove_checkpoint(path)
+        return [name for name in os.listdir(folder) if name_of_checkpoint.match(name)]

@@ -538,17 +538,21 @@ def give_up(folder: AnyPath) -> None:
         found.give_up()
 
 
-def sees_lock(folder: AnyPath) -> bool:
-    """Return whether a folder exists, and a lock is held on it or on the one above it.
+def sees_lock(folder: AnyPath, made: AnyPath) -> bool:
+    """Return whether a lock is held on a folder, and another one exists.
 
     With it a rank finds out whether it sees the folder that the holder of the lock sees.
+
+    Args:
+        folder: The folder with the lock.
+        made: Where the files will be: that folder, or one that the holder has made in it.
     """
-    if isinstance(folder, FsspecPath):  # it exists when it has files
-        return any((path / NAME).exists() for path in (folder, folder.parent))
-    found = any((path / NAME).exists() for path in (folder, folder.parent))
-    if not found and folder.is_dir():  # listing makes a network file system read it again
-        found = NAME in (*os.listdir(folder), *os.listdir(folder.parent))
-    return found and folder.is_dir()
+    found = (folder / NAME).exists()
+    if isinstance(made, FsspecPath):  # it exists when it has files
+        return found
+    if not found and made.is_dir():  # listing makes a network file system read it again
+        found = NAME in os.listdir(folder)
+    return found and made.is_dir()
 
 
 def _release_all() -> None:

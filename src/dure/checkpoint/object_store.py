@@ -123,8 +123,11 @@ class ObjectStore:
             self.remove_checkpoint(path)
 
     def make(self, folder: FsspecPath) -> None:
-        """Make a folder, if the store has folders."""
+        """Make a folder, if the store has folders; NotADirectoryError if there is a file."""
         folder.make()
+        if folder.is_file():
+            seen = "there is something else than a folder"
+            raise NotADirectoryError(errno.ENOTDIR, seen, folder.url)
 
     def check_link(self, folder: FsspecPath) -> None:
         """Do nothing: a store has no links."""
@@ -153,8 +156,12 @@ class ObjectStore:
         (path / MANIFEST).unlink(missing_ok=True)
         path.remove_tree()
 
-    def clean(self, folder: FsspecPath, name_of_checkpoint: re.Pattern[str]) -> None:
-        """Remove what has a checkpoint's name and is none."""
-        for name in folder.names():
-            if name_of_checkpoint.match(name) and not self.is_checkpoint(folder / name):
+    def clean(self, folder: FsspecPath, name_of_checkpoint: re.Pattern[str]) -> list[str]:
+        """Remove what has a checkpoint's name and is none; return the names of those that are."""
+        complete: list[str] = []
+        for name in filter(name_of_checkpoint.match, folder.names()):
+            if self.is_checkpoint(folder / name):
+                complete.append(name)
+            else:
                 self.remove_tree(folder / name)
+        return complete

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.catalog import catalog_of, unless_changed
 from dure.checkpoint.contents import Catalog
 from dure.checkpoint.dataclass_fields import Fields
 from dure.checkpoint.fresh_state import like_saved, state_to_fill, with_memory
@@ -101,7 +101,8 @@ def load_from(
                 seen="their manifests differ",
                 fix="Give all ranks the same folder, and do not save into it during a load.",
             )
-        loadings[0].read(ranks.num_threads)
+        with unless_changed(loadings[0].catalog):
+            loadings[0].read(ranks.num_threads)
 
     same = ranks.decided(_NOT_LOADED, compare, lambda digests: len(set(digests)) == 1)
     ranks.decided(_NOT_LOADED, read)

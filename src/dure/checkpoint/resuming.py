@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.catalog import catalog_of, unless_changed
 from dure.checkpoint.files import damaged
 from dure.checkpoint.folder import Place
 from dure.checkpoint.objects import PerRank, Positioned, bare, check_fits, is_divided, load_into
@@ -44,7 +44,7 @@ class Resuming:
 
     Raises:
         CheckpointDamaged: It is damaged; `seen` says what is wrong.
-        CheckpointError: It cannot be read.
+        CheckpointError: It cannot be read, or was removed while it was read.
     """
 
     def __init__(self, place: Place, ranks: Ranks) -> None:
@@ -60,7 +60,8 @@ class Resuming:
         if self.step != place.step or not self._ranks:
             raise damaged(self.path, f"its manifest is of step {self.step}")
         self._tensors = Mapped(self.path, self.catalog)
-        self._tensors.check(self._tensors.share_of(ranks.rank, ranks.size))
+        with unless_changed(self.catalog):
+            self._tensors.check(self._tensors.share_of(ranks.rank, ranks.size))
 
     @property
     def world_size(self) -> int:
@@ -86,6 +87,14 @@ class Resuming:
 
     def load(self, objects: dict[str, Any]) -> None:
         """Put all objects back, then the random generators."""
+        with unless_changed(self.catalog):
+            self._load(objects)
+        if self._rank < self.world_size:
+            restore_random_state(decode(self._random[self._rank], str))
+        else:
+            seed_new_rank(decode(self._random[0], str), self._rank)
+
+    def _load(self, objects: dict[str, Any]) -> None:
         for name in in_order(objects):
             value = objects[name]
             position = self._position(name, value)
@@ -95,10 +104,6 @@ class Resuming:
                 bare(value).load_state_dict(position)
             else:
                 load_into(name, value, self._tree(name, value), self._tensors.tensor)
-        if self._rank < self.world_size:
-            restore_random_state(decode(self._random[self._rank], str))
-        else:
-            seed_new_rank(decode(self._random[0], str), self._rank)
 
     def _position(self, name: str, value: Any) -> Mapping[str, Any] | None:
         """Return the state with which a loader resumes; None: it is as it was saved.

@@ -463,11 +463,12 @@ class Saving:
             All of the ranks. One exchange.
         """
         ranks, wrote, publishing = self._ranks, False, False
+        is_new = path != folder.path  # this save has made it, below the folder with the lock
         written: dict[int, FileRecord] = {}
 
         def write() -> FileRecord | None:
             nonlocal wrote
-            if ranks.rank != 0 and not sees_lock(path):
+            if ranks.rank != 0 and not sees_lock(path.parent if is_new else path, path):
                 seen = f"rank {ranks.rank} does not see the lock that rank 0 holds there"
                 raise not_shared(path, seen)
             self._require_divided()
@@ -490,7 +491,7 @@ class Saving:
             written.update({r: record for r, record in enumerate(records) if record is not None})
             assert self._division is not None
             manifest = Manifest(self._tree, number, self._id, written, self._division.text)
-            return publish(path, manifest, folder.check)
+            return publish(path, manifest, folder.check, is_new)
 
         try:
             digest, unflushed = ranks.decided(_NOT_SAVED, write, publish_on_rank_0)

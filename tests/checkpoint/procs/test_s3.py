@@ -139,10 +139,10 @@ def test_a_run_is_saved_in_one_process_and_loaded_in_another(store):
     assert [name[:13] for name in names] == ["000002-step-2", "000003-step-3"]  # and no lock
 
 
-# After so many requests of a save: the lock is written (3), the slices are uploaded (13), the
-# manifest is next (16) and written (17), the oldest checkpoint has lost its manifest (24), and is
-# removed (26).
-KILLED_AFTER = (3, 13, 16, 17, 24, 26)
+# After so many requests of a save: the lock is written (3), the slices are uploaded (9), the
+# manifest is next (11) and written (12), the oldest checkpoint has lost its manifest (14), and is
+# removed (15).
+KILLED_AFTER = (3, 9, 11, 12, 14, 15)
 
 
 def test_a_writer_that_is_killed_leaves_complete_checkpoints_and_the_next_job_saves(store):

@@ -26,7 +26,7 @@ from dure.checkpoint.file_systems import names_in
 from dure.checkpoint.folder import Folder
 from dure.checkpoint.fsspec_path import FsspecPath, path_of
 from dure.cli import app
-from dure.errors import CheckpointError, CheckpointNotWritten, UsageError
+from dure.errors import CheckpointDamaged, CheckpointError, CheckpointNotWritten, UsageError
 from dure.tensor import Shard
 from tests.checkpoint.saved_states import counted, load_one, save_one
 from tests.thread_ranks import on_ranks
@@ -171,6 +171,72 @@ def test_a_run_whose_checkpoint_is_removed_after_it_was_listed_has_the_next_one(
     assert Checkpointer(RUN).load(model=model) == 2  # None would be: nothing was ever saved
     assert model.weight.tolist() == [[2, 2], [2, 2]]
     assert len(listed) == 2  # the lock, and the first
+
+
+def test_a_later_save_of_a_run_makes_sixteen_requests_and_the_upload(monkeypatch):
+    """Is the folder a file (1). Renew the lock (2). Which checkpoints are complete (1, and one
+    each). Upload the slices (2), and look for them (1). Look at the lock, and upload the manifest
+    (2). Remove the oldest (3). Renew the lock (2)."""
+    run = Checkpointer(RUN, keep=2)
+    for step in (1, 2):
+        run.save(step, model=_model(step))
+    made, request = [], FsspecPath._call
+
+    def counted_request(path, call):
+        made.append(path)
+        return request(path, call)
+
+    monkeypatch.setattr(FsspecPath, "_call", counted_request)
+    run.save(3, model=_model(3))
+    assert len(made) == 16
+
+
+def _before_slices_are_looked_for(monkeypatch, act):
+    """Do something once, when the manifest has been read and the file of slices has not."""
+    size, done = FsspecPath.size, []
+
+    def acting(path):
+        if path.name.startswith("part-") and not done:
+            done.append(path)
+            act()
+        return size(path)
+
+    monkeypatch.setattr(FsspecPath, "size", acting)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_called_damaged(monkeypatch):
+    _save(0)
+    _before_slices_are_looked_for(monkeypatch, lambda: _save(10))
+    with pytest.raises(CheckpointException, match="was replaced while it was read") as caught:
+        _value_at()
+    assert type(caught.value.failures[0][0]) is CheckpointError
+    assert _value_at() == ([10, 11, 12], 10)
+
+
+def test_a_checkpoint_of_a_run_that_is_removed_while_it_is_read_is_not_called_damaged(monkeypatch):
+    run, reader = Checkpointer(RUN, keep=1), Checkpointer(RUN)
+    run.save(1, model=_model(1))
+    _before_slices_are_looked_for(monkeypatch, lambda: run.save(2, model=_model(2)))
+    model = _model(0)
+    with pytest.raises(CheckpointError, match="was removed while it was read") as caught:
+        reader.load(model=model)
+    assert type(caught.value) is CheckpointError
+    assert reader.load(model=model) == 2
+
+
+def test_a_checkpoint_that_lacks_a_file_is_damaged():
+    _save(0)
+    (part,) = (name for name in names_in(RUN) if name.startswith("part-"))
+    (RUN / part).unlink()
+    with pytest.raises(CheckpointException, match=f"{part}: No such file") as caught:
+        _value_at()
+    assert type(caught.value.failures[0][0]) is CheckpointDamaged
+
+
+def test_a_run_whose_address_is_that_of_a_file_is_refused():
+    RUN.write(b"a file")
+    with pytest.raises(CheckpointNotWritten, match="something else than a folder"):
+        Checkpointer(RUN).save(1, model=_model(1))
 
 
 def test_a_run_that_was_killed_in_its_first_save_has_no_checkpoint():
