@@ -321,11 +321,9 @@ def flag(name: str) -> bool:
 
 
 def check_flags() -> None:
-    """Raise `UsageError` if a flag, DURE_LOG or TORCH_DISTRIBUTED_DEBUG has an invalid value."""
+    """Raise `UsageError` if a flag has an invalid value."""
     for name in _FLAGS:
         flag(name)
-    log_levels()
-    debug_level()
 
 
 def log_levels() -> dict[str, str]:

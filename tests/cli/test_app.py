@@ -99,6 +99,42 @@ def test_a_surplus_argument_is_named_with_what_the_command_takes(
     assert ended(words, subprocess.DEVNULL) == (2, f"{text}\n".encode())
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["bench", "--qq"], "dure bench: error: no such option: --qq. See `dure bench --help`."),
+        (["bech"], "dure: error: no such command 'bech'. Did you mean 'bench'? See `dure --help`."),
+        (["--loud"], "dure: error: no such option: --loud. See `dure --help`."),
+        (
+            ["trace", "merg"],
+            "dure trace: error: no such command 'merg'. Did you mean 'merge'? "
+            "See `dure trace --help`.",
+        ),
+        (
+            ["checkpoint", "show"],
+            "dure checkpoint: error: missing argument 'folder'. See `dure checkpoint show --help`.",
+        ),
+        (
+            ["checkpoint", "show", "/nowhere"],
+            "dure checkpoint: error: invalid value for 'folder': '/nowhere' does not exist. "
+            "See `dure checkpoint show --help`.",
+        ),
+        (["train.py"], "dure: error: no such command 'train.py'. See `dure --help`."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_in_a_command_line_is_one_line_with_advice(words: list[str], text: str) -> None:
+    assert ended(words, subprocess.DEVNULL) == (2, f"{text}\n".encode())
+
+
+@pytest.mark.parametrize("words", [[], ["trace"]], ids=["dure", "dure trace"])
+def test_a_command_without_words_prints_its_help(words: list[str]) -> None:
+    command = [sys.executable, "-m", "dure.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"Usage: {' '.join(['dure', *words])}" in done.stdout + done.stderr
+
+
 def test_an_invalid_level_of_the_log_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DURE_LOG", "loud")
     code, said = ended(["run", "program.py"], subprocess.DEVNULL)

@@ -1,5 +1,6 @@
 """What is refused before anything is started, and what is said of it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,19 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 def test_impossible_numbers_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         check_program(JobSpec(program=__file__, **fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"), [("log_dir", "--log-dir"), ("trace_dir", "--trace-dir")]
+)
+def test_a_file_in_place_of_a_directory_is_named_with_its_flag(
+    field: str, flag: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UsageError, match=flag) as caught:
+        check_program(replace(JobSpec(program=__file__), **{field: file}))
+    assert str(file) in caught.value.seen
 
 
 def test_log_directory_that_every_user_may_write_to_is_refused(tmp_path: Path) -> None:

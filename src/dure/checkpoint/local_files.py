@@ -50,7 +50,7 @@ def make(folder: Path) -> None:
     except FileExistsError:
         if not folder.is_dir():
             raise NotADirectoryError(
-                errno.ENOTDIR, "there is something else than a folder", str(folder)
+                errno.ENOTDIR, "it is a file, not a folder", str(folder)
             ) from None
     flush(folder.parent)
 

@@ -6,11 +6,10 @@ import importlib
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any  # Any: a command, or several
 
-from dure.errors import DureError, UsageError, UsageWarning
+from dure.errors import DureError, UsageError
 
 if TYPE_CHECKING:
     import typer
@@ -66,26 +65,26 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] | None =
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     try:
         if wanted == "run":
-            with warnings.catch_warnings():  # `run` refuses an invalid DURE_LOG; once is enough
-                warnings.simplefilter("ignore", UsageWarning)
-                run = _load("run")
+            run = _load("run")
             if loaded is not None:
                 loaded()
             return run(arguments[arguments.index(wanted) + 1 :])
         if wanted is not None and wanted not in COMMANDS and os.path.isfile(wanted):
             raise UsageError(f"unknown command {wanted}", fix=f"Write `dure run {wanted}`.")
+        from dure.cli.strict_command import call  # lazy: it imports typer
+
         app = app_of(wanted)
         if loaded is not None:
             loaded()
-        app(args=arguments, prog_name="dure")
+        return call(app, arguments)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # typer and rich exit with 1 then
             return UNREAD_EXIT_CODE
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except DureError as error:
-        print(f"dure {wanted}: error: {error}", file=sys.stderr)
+        command = f"dure {wanted}" if wanted in COMMANDS else "dure"
+        print(f"{command}: error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE if isinstance(error, UsageError) else 1
-    return 0
 
 
 def app_of(wanted: str | None) -> typer.Typer:

@@ -22,14 +22,14 @@ __all__ = ["commands"]
 def _folder(text: str) -> str:
     """Return a URL, or the path of a folder that exists."""
     if not _is_url(_existing(text)) and not Path(text).is_dir():
-        raise typer.BadParameter(f"Directory {text!r} is a file.")
+        raise typer.BadParameter(f"{text!r} is a file, not a folder")
     return text
 
 
 def _existing(text: str) -> str:
     """Return a URL, or a path at which there is something."""
     if not _is_url(text) and not Path(text).exists():
-        raise typer.BadParameter(f"Directory {text!r} does not exist.")
+        raise typer.BadParameter(f"{text!r} does not exist")
     return text
 
 

@@ -1,14 +1,37 @@
-"""A typer command that refuses surplus arguments in the form of Dure's other errors."""
+"""typer's commands, with mistakes in a command line in the form of Dure's other errors."""
 
 from __future__ import annotations
 
-from typing import Any  # typer passes the context of its own copy of click
+from typing import Any  # typer uses classes of its own copy of click
 
+import typer
 from typer.core import TyperCommand
 
 from dure.errors import UsageError
 
-__all__ = ["StrictCommand"]
+__all__ = ["StrictCommand", "call"]
+
+_Mistake: Any = typer.BadParameter.__base__
+"""click's UsageError: the base of typer's errors about a command line. Most of them are private."""
+
+
+def call(app: typer.Typer, arguments: list[str]) -> int:
+    """Run `dure ARGUMENTS` and return its exit code.
+
+    Raises:
+        UsageError: A mistake in the command line; typer's own text takes several lines.
+    """
+    try:
+        code = app(args=arguments, prog_name="dure", standalone_mode=False)
+    except _Mistake as error:
+        text = str(error.format_message())
+        if not text:  # nothing was given, and typer has printed the help
+            return int(error.exit_code)
+        command = error.ctx.command_path if error.ctx else "dure"
+        raise UsageError(
+            text[0].lower() + text[1:].removesuffix("."), fix=f"See `{command} --help`."
+        ) from None
+    return code if isinstance(code, int) else 0
 
 
 class StrictCommand(TyperCommand):

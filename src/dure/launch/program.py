@@ -44,7 +44,7 @@ def _require(holds: object, what: str, seen: str = "", fix: str = "") -> None:
 
 
 def _check_numbers(spec: JobSpec) -> None:
-    _require(spec.nproc >= 1, "the number of processes must be at least 1", f"{spec.nproc}")
+    _require(spec.nproc >= 1, "--nproc must be at least 1", f"{spec.nproc}")
     for what, seconds, least in (
         ("the grace time", spec.grace_s, 0.0),
         ("--hang-timeout", spec.hang_timeout_s, 1e-9),
@@ -105,9 +105,9 @@ def check_output(spec: JobSpec) -> None:
             f"this host has the local ranks 0 to {spec.nproc - 1}",
             f"{flag} names {', '.join(map(str, unknown))}",
         )
-    for directory in filter(None, (spec.log_dir, spec.trace_dir)):
-        good = os.path.isdir(directory) or not os.path.exists(directory)
-        _require(good, "not a directory", f"{directory}")
+    for flag, directory in (("--log-dir", spec.log_dir), ("--trace-dir", spec.trace_dir)):
+        good = directory is None or os.path.isdir(directory) or not os.path.exists(directory)
+        _require(good, f"{flag} must be a directory", f"{directory} is a file")
     if spec.log_dir is not None and os.path.isdir(spec.log_dir):
         public = os.stat(spec.log_dir).st_mode & stat.S_IWOTH  # others could put links in it
         what, fix = "every user may write to the log directory", "Name a directory in it."

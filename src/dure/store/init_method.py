@@ -290,7 +290,7 @@ def _environment_endpoint(launcher: str | None, world_size: int) -> Endpoint:
         return TcpEndpoint(host=host, port=port, name=name, hosted=True, purpose="DURE_STORE_ADDR")
     if not 0 < port < 65536:
         raise RendezvousError(
-            "the environment variable MASTER_PORT is no port",
+            "the environment variable MASTER_PORT must be a port",
             seen=f"{port}; it means {env.VARIABLES['MASTER_PORT'].meaning}",
             fix="Set it to a free port between 1024 and 65535.",
         )

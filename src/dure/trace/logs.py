@@ -22,17 +22,17 @@ Threads:
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import ParamSpec
 
 from dure import env
-from dure.errors import UsageError, UsageWarning
+from dure.errors import UsageError
 
 __all__ = [
     "configure",
@@ -93,24 +93,29 @@ _levels: dict[str, int] = {}
 """The levels that this module has set, by logger."""
 _read: tuple[str | None, str | None] | None = None
 """The values of the variables when `configure` last ran."""
-_has_warned = False
+_refused: UsageError | None = None
+"""Why an import did not apply the variables."""
 
 
 def logger(package: str) -> logging.Logger:
     """Return the logger of a package of Dure, such as "comm".
 
-    The first call applies the variables, and warns once about an invalid value;
-    `env.check_flags` raises that error when ranks are started.
+    The first call, in an import, applies the variables. It does not raise: `configure` refuses an
+    invalid value when ranks are started. A program that starts none is warned at its end.
     """
-    global _has_warned
-    if _read is None:
+    global _refused
+    if _read is None and _refused is None:
         try:
-            configure()
+            _apply_variables()
         except UsageError as error:
-            if not _has_warned:
-                _has_warned = True
-                warnings.warn(str(error), UsageWarning, stacklevel=2)
+            _refused = error
+            atexit.register(_warn_of_refused)
     return logging.getLogger(f"dure.{package}")
+
+
+def _warn_of_refused() -> None:
+    if _refused is not None:
+        logging.getLogger("dure").warning("%s", _refused)
 
 
 def configure() -> None:
@@ -119,6 +124,11 @@ def configure() -> None:
     Raises:
         UsageError: One of them has an invalid value.
     """
+    atexit.unregister(_warn_of_refused)
+    _apply_variables()
+
+
+def _apply_variables() -> None:
     global _read
     read = env.text("DURE_LOG"), env.text("TORCH_DISTRIBUTED_DEBUG")
     if read == _read:

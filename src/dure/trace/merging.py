@@ -326,7 +326,11 @@ def read_file(path: Path) -> RankFile:
     try:
         return _Members().listed(_decode(_content(path, _MOST_BYTES)))
     except _Unreadable as problem:
-        raise UsageError(f"{path} cannot be shown", seen=str(problem)) from None
+        raise UsageError(
+            f"{path} cannot be shown",
+            seen=str(problem),
+            fix="Name the flight record of a rank (rank*.json).",
+        ) from None
 
 
 def _decode(content: bytes) -> RankFile:

@@ -140,6 +140,13 @@ def test_mistake_is_one_line_that_names_what_is_right(words: str, named: str) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("flag", "suggested"), [("--nprocs", "--nproc"), ("--speed", "")])
+def test_an_unknown_flag_is_compared_with_similar_ones_only(flag: str, suggested: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec_of(f"{flag} 2")
+    assert caught.value.seen == (f"did you mean {suggested}?" if suggested else "")
+
+
 @pytest.mark.parametrize("words", [["--nproc"], ["--nproc", "2"]])
 def test_program_is_needed(words: list[str]) -> None:
     with pytest.raises(UsageError):

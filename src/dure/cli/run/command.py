@@ -26,7 +26,7 @@ from dure.launch.clusters.node_slot import take_node_slot
 from dure.launch.program import check_output
 from dure.launch.ranks.errorfiles import recorded
 from dure.placement.detect import detect
-from dure.trace import telemetry
+from dure.trace import logs, telemetry
 
 
 def run(words: list[str]) -> int:
@@ -38,6 +38,7 @@ def run(words: list[str]) -> int:
     parser = run_parser()
     given = parser.parse(words)
     env.check_flags()
+    logs.configure()
     variables = parser.parse_variables(env.everything())
     for note in (parser.misplaced(given), env.unknown_note()):
         if note:

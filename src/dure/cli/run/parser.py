@@ -188,7 +188,7 @@ class RunParser:
                 continue
             if action.dest in _MISPLACED - given.values.keys():
                 return (
-                    f"{spelling} comes after {given.program}, which gets it as its own; flags of "
+                    f"{spelling} comes after {given.program} and is passed to it; flags of "
                     f"`dure run` come before the program: dure run {spelling} ... {given.program}"
                 )
         return ""
@@ -211,11 +211,11 @@ class RunParser:
             return meant.pop()
         from difflib import get_close_matches  # lazy: for mistakes only
 
-        near = sorted(found) or get_close_matches(plain, self.spellings, 1)
+        near = sorted(found) or get_close_matches(plain, self.spellings, 1, 0.75)
         raise UsageError(
             f"unknown flag {spelling}" if len(meant) < 2 else f"{spelling} is ambiguous",
-            seen=f"did you mean {' or '.join(near)}?" if near else "see `dure run --help`",
-            fix="The flags of the program come after the program.",
+            seen=f"did you mean {' or '.join(near)}?" if near else "",
+            fix="See `dure run --help`; flags of the program come after the program.",
         )
 
 

@@ -103,7 +103,11 @@ def _node_set(text: str, nproc: int | None, where: str) -> list[Slots]:
     try:
         return [Slots(host=str(name), nproc=nproc) for name in sets.NodeSet(text)]
     except sets.NodeSetException as error:
-        raise UsageError(f"{where} is not a list of hosts", seen=f"{text!r}: {error}") from None
+        raise UsageError(
+            f"{where} is not a list of hosts",
+            seen=f"{text!r}: {error}",
+            fix="Write names such as node[1-4,7], separated by commas.",
+        ) from None
 
 
 def _merged(found: list[Slots], where: str) -> tuple[Slots, ...]:
