@@ -126,7 +126,7 @@ class ObjectStore:
         """Make a folder, if the store has folders; NotADirectoryError if there is a file."""
         folder.make()
         if folder.is_file():
-            seen = "there is something else than a folder"
+            seen = "it is a file, not a folder"
             raise NotADirectoryError(errno.ENOTDIR, seen, folder.url)
 
     def check_link(self, folder: FsspecPath) -> None:
