@@ -38,16 +38,8 @@ from dure.checkpoint.metadata import (
 )
 from dure.checkpoint.objects import PerRank
 from dure.checkpoint.optimizer import load_sharded_optimizer_state_dict
-from dure.checkpoint.planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from dure.checkpoint.plan_items import LoadPlan, ReadItem, SavePlan, WriteItem
+from dure.checkpoint.planner import DefaultLoadPlanner, DefaultSavePlanner, LoadPlanner, SavePlanner
 from dure.checkpoint.restoring import Loaded
 from dure.checkpoint.sharded import (
     AsyncCheckpointerType,

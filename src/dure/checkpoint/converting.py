@@ -21,7 +21,7 @@ from dure.checkpoint.format_utils import read_torch_file, write_torch_file
 from dure.checkpoint.fsspec_path import AnyPath, local_path, path_of
 from dure.checkpoint.metadata import TensorStorageMetadata
 from dure.checkpoint.objects import own_state
-from dure.checkpoint.planner import box_of
+from dure.checkpoint.plan_items import box_of
 from dure.checkpoint.planning import Offer
 from dure.checkpoint.reading import Mapped
 from dure.checkpoint.restoring import Read, read_slices

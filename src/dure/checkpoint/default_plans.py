@@ -13,15 +13,8 @@ from dure.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from dure.checkpoint.planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    box_of,
-    read_items,
-)
+from dure.checkpoint.plan_items import LoadPlan, ReadItem, SavePlan, box_of, read_items
+from dure.checkpoint.planner import DefaultLoadPlanner, DefaultSavePlanner
 from dure.checkpoint.slices import pieces_of
 from dure.errors import UsageError
 

@@ -20,7 +20,8 @@ from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.contents import Catalog
 from dure.checkpoint.fsspec_path import AnyPath, absolute, path_of
 from dure.checkpoint.metadata import Metadata, metadata_of
-from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, bytes_of_value
+from dure.checkpoint.plan_items import LoadItemType, LoadPlan, ReadItem, bytes_of_value
+from dure.checkpoint.planner import LoadPlanner
 from dure.checkpoint.reading import Mapped
 from dure.checkpoint.restoring import Read, read_slices, reads_of, was_written
 from dure.checkpoint.slices import Box, Piece

@@ -24,7 +24,8 @@ from dure.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from dure.checkpoint.objects import few
-from dure.checkpoint.planner import DefaultLoadPlanner, LoadPlan, LoadPlanner
+from dure.checkpoint.plan_items import LoadPlan
+from dure.checkpoint.planner import DefaultLoadPlanner, LoadPlanner
 from dure.checkpoint.reading import Mapped
 from dure.checkpoint.saving import save_into
 from dure.checkpoint.storage import CheckpointId, StorageReader, done

@@ -15,14 +15,8 @@ import torch
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.metadata import Metadata
 from dure.checkpoint.objects import own_state
-from dure.checkpoint.planner import (
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    box_of,
-    value_of_bytes,
-)
+from dure.checkpoint.plan_items import SavePlan, WriteItem, box_of, value_of_bytes
+from dure.checkpoint.planner import LoadPlanner, SavePlanner
 from dure.checkpoint.replicas import marks_by_name, require_alike
 from dure.checkpoint.restoring import give_back, in_order, modules_in
 from dure.checkpoint.saving import OnDemand, Taken

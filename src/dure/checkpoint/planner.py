@@ -2,20 +2,14 @@
 
 `planned` runs them. A custom planner is best a subclass of a default one: `set_up_planner`
 may rename or leave out, `lookup_object` and `transform_object`, or `transform_tensor`, convert.
-An item is a slice of a tensor, or a value that is none, which planners give and take as the bytes
-that `torch.save` makes of it.
+Items and plans are in `plan_items`.
 """
 
 from __future__ import annotations
 
 import io
-import math
-import pickle
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,17 +17,29 @@ import torch
 from dure.checkpoint.fresh_state import with_memory
 from dure.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from dure.checkpoint.slices import Box, Piece, fault_of_cover, full_box, pieces_of
+from dure.checkpoint.plan_items import (
+    BytesIOWriteData,
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+    box_of,
+    bytes_of_value,
+    read_items,
+    value_of_bytes,
+    write_items,
+)
+from dure.checkpoint.slices import Piece, fault_of_cover, full_box, pieces_of
 from dure.checkpoint.tree import Path, flatten, put
-from dure.errors import CheckpointError, CheckpointMismatch, UsageError
-from dure.tensor import DTensor
+from dure.errors import CheckpointMismatch, UsageError
 
 __all__ = [
     "BytesIOWriteData",
@@ -49,154 +55,6 @@ __all__ = [
     "WriteItem",
     "WriteItemType",
 ]
-
-
-class WriteItemType(Enum):
-    """Kinds of items: a full tensor, a slice of a DTensor, a value.
-
-    Example:
-        ```python
-        from dure.checkpoint.default_planner import create_default_local_save_plan
-        from dure.checkpoint.planner import WriteItemType
-
-        (item,) = create_default_local_save_plan({"weight": torch.ones(2)}).items
-        assert item.type is WriteItemType.TENSOR
-        ```
-    """
-
-    TENSOR = auto()
-    SHARD = auto()
-    BYTE_IO = auto()
-
-
-class LoadItemType(Enum):
-    """What is read.
-
-    Obtained from:
-        `ReadItem.type`.
-    """
-
-    TENSOR = auto()
-    BYTE_IO = auto()
-
-
-@dataclass(frozen=True)
-class BytesIOWriteData:
-    """The length of a value, if that is known.
-
-    Attributes:
-        nbytes: The length.
-
-    Obtained from:
-        `WriteItem.bytes_io_data`.
-    """
-
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class TensorWriteData:
-    """A slice, and the full tensor that it is of.
-
-    Attributes:
-        chunk: Where the slice begins, and its sizes.
-        properties: The dtype in which it is saved.
-        size: The full tensor's.
-
-    Obtained from:
-        `WriteItem.tensor_data`.
-    """
-
-    chunk: ChunkStorageMetadata
-    properties: TensorProperties
-    size: torch.Size
-
-
-@dataclass(frozen=True)
-class WriteItem:
-    """One item of a `SavePlan`.
-
-    Attributes:
-        index: The name and, of a tensor, where the slice begins.
-        type: Whether it is a full tensor, a slice of a DTensor, or a value.
-        bytes_io_data: Of a value; None if its length is not known.
-        tensor_data: Of a tensor.
-
-    Obtained from:
-        `SavePlan.items`.
-    """
-
-    index: MetadataIndex
-    type: WriteItemType
-    bytes_io_data: BytesIOWriteData | None = None
-    tensor_data: TensorWriteData | None = None
-
-    def tensor_storage_size(self) -> int | None:
-        """Return the bytes of the full tensor; None: it is a value."""
-        data = self.tensor_data
-        return None if data is None else math.prod(data.size) * data.properties.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class ReadItem:
-    """One item of a `LoadPlan`: elements of a saved slice, and where in the state they go.
-
-    Attributes:
-        type: Whether it is a tensor or a value.
-        dest_index: The slice of the state.
-        dest_offsets: Where the elements begin in it.
-        storage_index: The saved slice.
-        storage_offsets: Where the elements begin in it.
-        lengths: How many elements, by dimension.
-
-    Obtained from:
-        `LoadPlan.items`.
-    """
-
-    type: LoadItemType
-    dest_index: MetadataIndex
-    dest_offsets: torch.Size
-    storage_index: MetadataIndex
-    storage_offsets: torch.Size
-    lengths: torch.Size
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """What a rank writes.
-
-    Attributes:
-        items: The items.
-        storage_data: Data of a custom storage.
-        planner_data: Data of the planner; of `DefaultSavePlanner`, the keys that lead to each name.
-        usable: Accepted, without effect; torch marks empty plans of its cache.
-
-    Obtained from:
-        `SavePlanner.create_local_plan`; `StorageWriter.write_data` receives it.
-    """
-
-    items: list[WriteItem]
-    storage_data: Any = None
-    planner_data: Any = None
-    usable: bool = True
-
-
-@dataclass
-class LoadPlan:
-    """What a rank reads.
-
-    Attributes:
-        items: The items.
-        storage_data: Data of a custom storage.
-        planner_data: Data of the planner.
-
-    Obtained from:
-        `LoadPlanner.create_local_plan`; `StorageReader.read_data` receives it.
-    """
-
-    items: list[ReadItem]
-    storage_data: Any = None
-    planner_data: Any = None
 
 
 class SavePlanner(ABC):
@@ -361,74 +219,6 @@ class LoadPlanner(ABC):
         return
 
 
-def bytes_of_value(value: Any) -> io.BytesIO:
-    """Return what `torch.save` makes of a value."""
-    made = io.BytesIO()
-    torch.save(value, made)
-    made.seek(0)
-    return made
-
-
-def value_of_bytes(data: io.BytesIO, name: str) -> Any:
-    """Return the value of that name.
-
-    Raises:
-        CheckpointError: The bytes would run code, or were not made by `torch.save`.
-    """
-    data.seek(0)
-    try:
-        return torch.load(data, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as e:
-        found = re.search(r"GLOBAL (\S+)", str(e))
-        raise CheckpointError(
-            "a value cannot be loaded without running code",
-            seen=f"{name!r}: {found[1] if found else type(e).__name__}",
-            fix="Save numbers, strings, bytes, and lists, tuples, sets and dicts of them.",
-        ) from e
-
-
-def box_of(chunk: ChunkStorageMetadata) -> Box:
-    """Return a chunk as a box."""
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-def _write_items(name: str, value: Any) -> list[WriteItem]:
-    if not isinstance(value, torch.Tensor):
-        return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
-    boxes = [piece.box for piece in pieces_of(name, value)]
-    if not value.numel():
-        boxes = [full_box(value.shape)]
-    kind = WriteItemType.SHARD if isinstance(value, DTensor) else WriteItemType.TENSOR
-    items: list[WriteItem] = []
-    for box in boxes:
-        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        data = TensorWriteData(chunk, TensorProperties(value.dtype), value.shape)
-        items.append(WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data))
-    return items
-
-
-def read_items(name: str, saved: TensorStorageMetadata, boxes: Iterable[Box]) -> list[ReadItem]:
-    """Return what is read of a saved tensor to fill some boxes of it."""
-    items: list[ReadItem] = []
-    for here, wanted in enumerate(boxes):
-        for number, chunk in enumerate(saved.chunks):
-            box = box_of(chunk)
-            both = box.meet(wanted)
-            if both is not None:
-                to, at = both.begin_in(wanted), both.begin_in(box)
-                items.append(
-                    ReadItem(
-                        LoadItemType.TENSOR,
-                        MetadataIndex(name, torch.Size(wanted.offsets), here),
-                        torch.Size(to),
-                        MetadataIndex(name, chunk.offsets, number),
-                        torch.Size(at),
-                        torch.Size(both.sizes),
-                    )
-                )
-    return items
-
-
 class _FlatPlanner:
     """What both default planners know of a state."""
 
@@ -514,7 +304,7 @@ class DefaultSavePlanner(_FlatPlanner, SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Return an item for each slice and value that this rank has."""
-        items = [item for n, v in self.state_dict.items() for item in _write_items(n, v)]
+        items = [item for n, v in self.state_dict.items() for item in write_items(n, v)]
         return SavePlan(items, planner_data=self.mappings)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

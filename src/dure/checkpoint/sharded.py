@@ -25,12 +25,7 @@ from dure.checkpoint.file_storages import (
 from dure.checkpoint.fsspec_path import local_path
 from dure.checkpoint.metadata import Metadata, metadata_of, read_later
 from dure.checkpoint.planned import load_planned, save_planned, taken_of
-from dure.checkpoint.planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    LoadPlanner,
-    SavePlanner,
-)
+from dure.checkpoint.planner import DefaultLoadPlanner, DefaultSavePlanner, LoadPlanner, SavePlanner
 from dure.checkpoint.restoring import Loaded, load_from
 from dure.checkpoint.saving import save_into
 from dure.checkpoint.staging import AsyncStager

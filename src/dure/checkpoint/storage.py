@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dure.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from dure.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from dure.checkpoint.plan_items import LoadPlan, SavePlan
+from dure.checkpoint.planner import LoadPlanner, SavePlanner
 
 __all__ = ["StorageReader", "StorageWriter", "WriteResult", "done"]
 

@@ -36,7 +36,8 @@ from dure.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from dure.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, value_of_bytes
+from dure.checkpoint.plan_items import LoadItemType, LoadPlan, value_of_bytes
+from dure.checkpoint.planner import LoadPlanner
 from dure.checkpoint.restoring import was_written
 from dure.checkpoint.storage import done
 from dure.errors import CheckpointError

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -23,13 +22,18 @@ from dure.comm.subgroups import GroupOptions
 from dure.comm.world import current_world
 from dure.errors import AxisError, MeshError, NotInGroupError
 from dure.layout import Axis, Layout
+from dure.mesh.arguments import (
+    BackendOverride,
+    as_array,
+    check_device_type,
+    check_names,
+    check_ranks,
+    options_by_axis,
+)
 from dure.mesh.picture import draw
 from dure.mesh.root import Root, live_roots
 
 __all__ = ["DeviceMesh", "current_mesh", "init_device_mesh", "restore_mesh"]
-
-BackendOverride = str | object | tuple[str, object]
-"""A backend's name, its options, or both."""
 
 _current: contextvars.ContextVar[tuple[DeviceMesh, ...]] = contextvars.ContextVar(
     "dure_meshes", default=()
@@ -97,20 +101,20 @@ class DeviceMesh:
         _init_backend: bool = True,
         _rank: int | None = None,
     ) -> None:
-        _check_device_type(device_type)
+        check_device_type(device_type)
         if mesh is None:
             raise MeshError("mesh must be passed", fix="Pass ranks, such as mesh=[[0, 1], [2, 3]].")
-        array = _as_array(mesh)
-        names = _check_names(mesh_dim_names, array.ndim)
+        array = as_array(mesh)
+        names = check_names(mesh_dim_names, array.ndim)
         if _init_backend and current_world().default is None:
             init_process_group()
         rank = current_world().need_default().rank() if _rank is None else _rank
         root = Root(device_type, tuple(array.flatten().tolist()), rank)
         if _init_backend:
-            _check_ranks(root.ranks, current_world().need_default().size(), tuple(array.shape))
+            check_ranks(root.ranks, current_world().need_default().size(), tuple(array.shape))
             _choose_device(device_type)
         else:
-            _check_ranks(root.ranks, None, tuple(array.shape))
+            check_ranks(root.ranks, None, tuple(array.shape))
         self._settle(root, Layout.row_major(tuple(array.shape)), names)
         root.first = self
         if _init_backend:
@@ -387,7 +391,7 @@ class DeviceMesh:
                 seen=f"{mesh_dim_names!r}; it has {', '.join([*own, *flat])}",
             )
         axes = Layout.concatenate(Layout((own.get(name) or flat[name],)) for name in names)
-        return self._cut(self._root, axes, _check_names(names, None))
+        return self._cut(self._root, axes, check_names(names, None))
 
     def _flatten(
         self, mesh_dim_name: str | None = None, backend_override: BackendOverride | None = None
@@ -424,7 +428,7 @@ class DeviceMesh:
         self._open(
             [axis],
             flat._kinds(
-                _overrides({} if backend_override is None else {0: backend_override}, (name,))
+                options_by_axis({} if backend_override is None else {0: backend_override}, (name,))
             ),
         )
         root.flattened[name] = axis
@@ -458,10 +462,10 @@ class DeviceMesh:
                 "each new axis must have a name, and the mesh must have names",
                 seen=f"sizes {tuple(mesh_sizes)}, names {parts}, in {self!r}",
             )
-        names = _check_names((*self._names[:axis], *parts, *self._names[axis + 1 :]), None)
+        names = check_names((*self._names[:axis], *parts, *self._names[axis + 1 :]), None)
         split = self._cut(self._root, self._layout.split(axis, mesh_sizes), names)
         made = slice(axis, axis + len(parts))
-        overrides = [(None, None)] * axis + _overrides(backend_override or {}, parts)
+        overrides = [(None, None)] * axis + options_by_axis(backend_override or {}, parts)
         kinds = split._kinds(overrides + [(None, None)] * (split.ndim - len(overrides)))
         self._open(split._layout.axes[made], kinds[made])
         return split
@@ -487,7 +491,7 @@ class DeviceMesh:
             )
         names = tuple(name for mesh in device_mesh_list for name in mesh._names or ())
         layout = Layout.concatenate(mesh._layout for mesh in device_mesh_list)
-        return DeviceMesh._cut(root, layout, _check_names(names or None, len(layout.axes)))
+        return DeviceMesh._cut(root, layout, check_names(names or None, len(layout.axes)))
 
     def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
         """Return the meshes along an axis, of all ranks; meshes without this rank have no group."""
@@ -610,84 +614,16 @@ def init_device_mesh(
         assert total.item() == 2.0
         ```
     """
-    _check_device_type(device_type)
+    check_device_type(device_type)
     shape = tuple(mesh_shape)
     if not all(isinstance(size, int) and size > 0 for size in shape):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MeshError("each axis of a mesh must have at least one rank", seen=f"shape {shape}")
-    names = _check_names(mesh_dim_names, len(shape))
+    names = check_names(mesh_dim_names, len(shape))
     overrides = None
     if backend_override is not None:
-        overrides = _overrides(backend_override, names or range(len(shape)))
+        overrides = options_by_axis(backend_override, names or range(len(shape)))
     ranks = torch.arange(Layout.row_major(shape).size, device="cpu").reshape(shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=overrides)
-
-
-def _as_array(mesh: object) -> torch.Tensor:
-    try:
-        array = torch.as_tensor(mesh, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise MeshError("mesh must be an array of ranks", seen=f"{mesh!r}: {error}") from None
-    if array.is_floating_point() or array.is_complex() or array.numel() == 0:
-        raise MeshError("mesh must be an array with at least one rank", seen=f"{mesh!r}")
-    return array
-
-
-def _check_ranks(ranks: tuple[int, ...], world_size: int | None, shape: tuple[int, ...]) -> None:
-    if world_size is not None and len(ranks) > world_size:
-        raise MeshError(
-            "the mesh is larger than the world",
-            seen=f"shape {shape} has {len(ranks)} ranks, the world {world_size}",
-            fix=f"Start {len(ranks)} ranks, or make the mesh smaller.",
-        )
-    if len(set(ranks)) < len(ranks):
-        twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
-        raise MeshError("a rank occurs twice in the mesh", seen=f"ranks {twice}")
-    beyond = [r for r in ranks if r < 0 or (world_size is not None and r >= world_size)]
-    if beyond:
-        raise MeshError("no such rank", seen=f"ranks {beyond} in a world of {world_size}")
-
-
-def _check_names(names: Sequence[str] | None, ndim: int | None) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    if isinstance(names, str) or not all(isinstance(n, str) and n for n in names):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise MeshError("mesh_dim_names must be a tuple of names", seen=f"{names!r}")
-    if len(set(names)) != len(names):
-        raise MeshError("names of axes must be distinct", seen=f"{tuple(names)}")
-    if ndim is not None and len(names) != ndim:
-        raise MeshError(
-            "mesh_dim_names must have one name for each axis",
-            seen=f"{tuple(names)} for {ndim} axes",
-        )
-    return tuple(names)
-
-
-def _check_device_type(device_type: object) -> None:
-    if not isinstance(device_type, str) or not device_type.isalpha():
-        raise MeshError(
-            "device_type must be a word such as 'cpu' or 'cuda', without an index",
-            seen=f"{device_type!r}",
-        )
-
-
-def _overrides(
-    given: Mapping[int | str, BackendOverride], names: Sequence[str] | Sequence[int]
-) -> list[tuple[str | None, object]]:
-    """Return (backend, options) for each axis."""
-    left: dict[int | str, Any] = dict(given)
-    found: list[tuple[str | None, object]] = []
-    for number, name in enumerate(names):
-        chosen = [left.pop(key) for key in dict.fromkeys((number, name)) if key in left]
-        if len(chosen) > 1:
-            raise MeshError(f"backend_override names axis {number} twice", seen=f"{name!r} too")
-        one = chosen[0] if chosen else None
-        pair = (
-            one if isinstance(one, tuple) else (one, None) if isinstance(one, str) else (None, one)
-        )
-        found.append(pair)
-    if left:
-        raise MeshError("backend_override names no axis", seen=f"{list(left)}, of {list(names)}")
-    return found
 
 
 def _choose_device(device_type: str) -> None:

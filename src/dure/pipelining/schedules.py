@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dure.parallel.pipeline.schedules import (
+from dure.parallel.pipeline.base_schedule import (
     PipelineContext,
     PipelineSchedule,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
+)
+from dure.parallel.pipeline.base_schedule import PipelineScheduleRuntime as _PipelineScheduleRuntime
+from dure.parallel.pipeline.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -16,7 +19,6 @@ from dure.parallel.pipeline.schedules import (
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
-from dure.parallel.pipeline.schedules import PipelineScheduleRuntime as _PipelineScheduleRuntime
 from dure.parallel.pipeline.schedules import ScheduleForwardOnly as _ScheduleForwardOnly
 from dure.schedules import Action as _Action
 from dure.schedules import Kind as _ComputationType
