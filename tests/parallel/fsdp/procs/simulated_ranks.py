@@ -113,6 +113,38 @@ def case_a_step(rank: int, size: int) -> None:
     trains(rank, size)
 
 
+def case_a_scaler_skips_the_step_if_one_shard_overflows(rank: int, size: int) -> None:
+    """Rank r has row r of the weight; only rank 1's rows give an inf, in row 1 of the sum."""
+    with strategy("gathered"):
+        model = models.fully_shard(torch.nn.Linear(4, 2, bias=False).to("sim"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = dist.GradScaler("sim", init_scale=4.0, growth_interval=2)
+    rows = torch.full((1, 4), rank + 1.0).to("sim")  # their mean, and so each gradient, is 1.5
+    seen = []
+    for overflows in (False, True, False, False):
+        optimizer.zero_grad()
+        out = model(rows)
+        if overflows and rank == 1:
+            out = torch.stack([out[:, 0], out[:, 1] * 3e38], 1)  # times the scale: inf
+        scaler.scale(out.sum()).backward()
+        if overflows:
+            (shard,) = (p.grad.to_local() for p in model.parameters())
+            assert shard.isfinite().all().item() == (rank == 0)
+        scaler.step(optimizer)
+        scaler.update()
+        (weight,) = models.full_weights(model).values()
+        seen.append((weight.tolist(), scaler.get_scale()))
+    assert seen == [
+        ([[-1.5] * 4] * 2, 4.0),
+        ([[-1.5] * 4] * 2, 2.0),
+        ([[-3.0] * 4] * 2, 2.0),
+        ([[-4.5] * 4] * 2, 4.0),
+    ]
+
+
 def case_gradients_of_several_backwards_are_added(rank: int, size: int) -> None:
     def step(model: Any, number: int, size: int, rank: int) -> torch.Tensor:
         for k in range(2):

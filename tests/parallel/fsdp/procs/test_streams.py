@@ -11,6 +11,7 @@ from tests.testing.accelerator.simulated_ranks import cases_of, chosen
 CASES = cases_of(simulated_ranks)
 OVER_NCCL = (
     "a_step",
+    "a_scaler_skips_the_step_if_one_shard_overflows",
     "a_hook_of_the_program_reads_the_gradient",
     "unshard_sees_what_was_written",
     "low_precision",
