@@ -103,10 +103,10 @@ def create_groups(
     Cost:
         3 visits to the store, one more per group, and those of backends without an `Opening`.
     """
-    members = None if world.rendezvous is None else world.rendezvous.members
-    alone = world.rendezvous is not None and world.rendezvous.alone
+    rendezvous = world.rendezvous
+    members = None if rendezvous is None else rendezvous.members
     creations = [
-        _GroupCreation(spec, my_global_rank, store, members, world.eager_bytes, alone)
+        _GroupCreation(spec, my_global_rank, store, members, world.eager_bytes, rendezvous)
         for spec in specs
     ]
     try:
@@ -189,10 +189,12 @@ class _GroupCreation:
         store: Store,
         members: MemberTable | None,
         eager_bytes: int | None,
-        alone: bool,
+        rendezvous: Rendezvous | None,
         may_repeat: bool = False,
     ) -> None:
-        self.alone = alone  # the other ranks do not exist
+        self._rendezvous = rendezvous  # its members may be renumbered since
+        self.alone = rendezvous is not None and rendezvous.alone  # the other ranks do not exist
+        self._holder = None if rendezvous is None else rendezvous.holder
         self.spec, self.rank = spec, spec.global_ranks.index(my_global_rank)
         self._store, self._members, self._eager_bytes = store, members, eager_bytes
         self.watched = WatchedStore(store, spec, members, self.rank)
@@ -358,7 +360,7 @@ class _GroupCreation:
             if not getattr(backend, "compares_calls", False) and verify.wanted(options):
                 backend = verify.VerifyingBackend(backend, options)
             self._built[name] = backend
-        deaths = _MemberDeaths(self.watched, list(self._built.values()))
+        deaths = _MemberDeaths(self.watched, list(self._built.values()), self._holder)
         for backend in self._built.values():
             watch = getattr(backend, "watch", None)
             if watch is not None:
@@ -376,9 +378,9 @@ class _GroupCreation:
         """Build the backends again, for a second channel; all members call."""
         spec = replace(self.spec, name=name)
         me = spec.global_ranks[self.rank]
-        twin = _GroupCreation(
-            spec, me, self._store, self._members, self._eager_bytes, self.alone, may_repeat=True
-        )  # the name of a channel is the same at each attempt
+        given = (self._store, self._members, self._eager_bytes, self._rendezvous)
+        # The name of a channel is the same at each attempt.
+        twin = _GroupCreation(spec, me, *given, may_repeat=True)
         try:
             twin.open()
             _exchange([twin])
@@ -496,6 +498,19 @@ class WatchedStore(PrefixStore):
         return self._members.select(self._spec.global_ranks).processes_on_host_of(self._rank)
 
     @property
+    def is_on_one_host(self) -> bool:
+        """Whether all members are on this host."""
+        return len(self._processes) == len(self._spec.global_ranks)
+
+    def rank_of(self, process: Identity) -> int | None:
+        """Return the other member that a process is, on any host; None if there is none."""
+        if self._members is None:
+            return None
+        found = (self._members.process(each) == process for each in self._spec.global_ranks)
+        rank = next((rank for rank, is_it in enumerate(found) if is_it), None)
+        return None if rank == self._rank else rank
+
+    @property
     def has_others(self) -> bool:
         """Whether there are other members on this host."""
         return len(self._processes) > 1
@@ -581,9 +596,14 @@ class _MemberDeaths:
     See `engine.watchdog.Deaths`.
     """
 
-    def __init__(self, store: WatchedStore, backends: Sequence[Backend]) -> None:
+    def __init__(
+        self, store: WatchedStore, backends: Sequence[Backend], holder: Identity | None
+    ) -> None:
         self._store = store
         self._asked = [lost for b in backends if (lost := getattr(b, "lost", None)) is not None]
+        # A backend within a host knows itself who has left.
+        knows = self._asked and store.is_on_one_host
+        self.keeper = None if knows or holder is None else store.rank_of(holder)
 
     def has_died(self, rank: int) -> bool:
         if self._asked:

@@ -298,6 +298,7 @@ class _Shrinking:
             timeout=self.parent.timeout,
             desc="default:shrunken" if is_default else f"{self.parent.group_name}:shrunk",
             pg_options=self.pg_options,
+            device_id=self.parent.bound_device_id,
             creation_timeout=self.limit,
         )
         me = self.parent.global_ranks[self.parent.rank()]

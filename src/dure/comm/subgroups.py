@@ -14,6 +14,7 @@ from dure.comm.call import members_code
 from dure.comm.creation import GroupSpec, as_timeout, check_ranks, create_groups
 from dure.comm.group import ProcessGroup
 from dure.comm.rank_text import name_of_ranks
+from dure.comm.splitting import splitting
 from dure.comm.world import GroupMember, World, current_world, resolve
 from dure.errors import CommError, CommTimeout, Desync, RendezvousTimeout, UsageError
 
@@ -66,7 +67,7 @@ def new_group(
             of nccl, any object of a registered one. Options that no backend uses are refused.
         use_local_synchronization: If True, only the members call; one such group at a time.
         group_desc: A description of the group, shown in messages.
-        device_id: The device that this rank is bound to.
+        device_id: The device that this rank is bound to; if None, that of the world.
         sort_ranks: Number the members by their global ranks; else in the order given.
         mesh: Instead of `ranks`: a new group of this rank's (sub-)mesh, in the mesh's order. All
             sub-meshes get their groups in one call.
@@ -180,7 +181,7 @@ def _new_groups(
             timeout=limit,
             desc=each.group_desc or "",
             pg_options=each.pg_options,
-            device_id=each.device_id,
+            device_id=each.device_id or default.bound_device_id,
             creation_timeout=soon,
             why="asked for" if each.backend else "as the default group",
             local=local,
@@ -193,8 +194,11 @@ def _new_groups(
     if not local:
         _announce(default, lists, max(creation, default=default.creation_timeout))
     mine = [spec for spec in specs if default.rank() in spec.global_ranks]
-    made = create_groups(world, rendezvous.store, default.rank(), mine) if mine else []
-    by_name = {group.group_name: group for group in made}
+    soonest = max(creation, default=default.creation_timeout)
+    with splitting(default, [] if local else specs, soonest) as split:
+        made = create_groups(world, rendezvous.store, default.rank(), mine) if mine else []
+        by_name = {group.group_name: group for group in made}
+        split([by_name.get(spec.name) for spec in specs])
     return [by_name.get(spec.name, GroupMember.NON_GROUP_MEMBER) for spec in specs]
 
 
@@ -366,17 +370,24 @@ def split_group(
     parent = resolve(parent_pg, "split_group")
     if not split_ranks:
         raise UsageError("split_ranks must hold at least one list of ranks", op="split_group")
-    check_ranks([r for ranks in split_ranks for r in ranks], parent.size(), "split_group")
-    own = None
-    for ranks in split_ranks:
-        if parent.rank() in ranks:
-            options = GroupOptions(
-                timeout or parent.timeout,
-                backend or parent.backend_config,
-                pg_options,
-                group_desc,
-                creation_timeout=timeout or parent.creation_timeout,
-            )
-            members = [parent.global_ranks[r] for r in ranks]
-            (own,) = _new_groups([members], [options], True, True, "new_group")
+    named = check_ranks([r for ranks in split_ranks for r in ranks], parent.size(), "split_group")
+    config, limit = backend or parent.backend_config, timeout or parent.creation_timeout
+    options = GroupOptions(
+        timeout or parent.timeout, config, pg_options, group_desc, parent.bound_device_id, limit
+    )
+    lists = [tuple(parent.global_ranks[r] for r in ranks) for ranks in split_ranks]
+    specs = [
+        GroupSpec(
+            name="", global_ranks=members, backend=config.lower(), timeout=limit,
+            device_id=parent.bound_device_id,
+        )
+        for members in lists
+    ]  # fmt: skip
+    me, own = parent.global_ranks[parent.rank()], None
+    # All ranks of the parent call only if each is in a list.
+    with splitting(parent, specs if len(named) == parent.size() else [], limit) as split:
+        for members in lists:
+            if me in members:
+                (own,) = _new_groups([members], [options], True, True, "new_group")
+        split([own if me in members else None for members in lists])
     return own

@@ -109,6 +109,11 @@ class Rendezvous:
         return self._holder is None or alive(self._holder) is not False
 
     @property
+    def holder(self) -> Identity | None:
+        """The process of the rank that serves the store; None if no rank does."""
+        return self._holder
+
+    @property
     def held_on_this_host(self) -> bool:
         """Whether a rank serves the store whose end this process can see."""
         return self._holder is not None and alive(self._holder) is not None

@@ -18,16 +18,18 @@ import dure as dist
 from dure.comm import point_to_point
 from dure.comm.backends import torch_engine
 from dure.comm.backends.abort import AbortRecord
+from dure.comm.backends.engine import group as group_module
+from dure.comm.backends.engine.meeting import Meetings
 from dure.comm.backends.engine.work import EngineState
 from dure.comm.backends.registry import open_backend
 from dure.comm.backends.verify import VerifyingBackend
 from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
 from dure.comm.work import Work, combine
-from dure.errors import DeviceError, PeerLost, UsageError
+from dure.errors import Aborted, DeviceError, InternalError, PeerLost, UsageError
 from dure.store import HashStore
 from tests.comm.options import options
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 HAS_NCCL = torch.cuda.is_available() and dist.is_nccl_available()
 
@@ -117,6 +119,7 @@ class NotNccl:
 @pytest.fixture
 def not_nccl(monkeypatch):
     monkeypatch.setattr(torch_engine, "ProcessGroupNCCL", NotNccl)
+    monkeypatch.setattr(Meetings, "meet", lambda *_: None)  # the other ranks do not exist
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", None)  # no group changes the current device
     module = SimpleNamespace(current_stream=Stream)
@@ -212,6 +215,95 @@ def test_nccl_batch_in_which_a_death_is_found_is_ended_before_the_abort(not_nccl
     with pytest.raises(PeerLost), group.together():
         raise AssertionError("it has begun")
     assert Stream.log[3:] == ["abort"]
+
+
+def test_nccl_batch_is_ended_before_another_thread_aborts_its_group(not_nccl, monkeypatch):
+    """And its operations raise, although NCCL's own work has no error."""
+    monkeypatch.setattr(NotNccl, "abort", lambda self: self.log.append("abort"), raising=False)
+    group = torch_engine.create_nccl(options(size=2))
+    other = threading.Thread(target=group.close, args=(True,))
+    with group.together():
+        request = group.send(torch.ones(2), 1, 0, True)
+        other.start()
+        until(lambda: group._engine is None and request.ended, "the abort to begin")
+        with pytest.raises(Aborted):
+            group.send(torch.ones(2), 1, 0, True)
+    other.join()
+    assert Stream.log == ["begin", "send 1", "end", "abort"]
+    with pytest.raises(Aborted):
+        request.wait()
+    with pytest.raises(Aborted), group.together():
+        raise AssertionError("it has begun")
+
+
+def test_nccl_batch_in_which_an_operation_fails_is_ended_before_the_abort(not_nccl, monkeypatch):
+    def refuse(self, tensors, src, tag):
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(NotNccl, "abort", lambda self: self.log.append("abort"), raising=False)
+    monkeypatch.setattr(NotNccl, "recv", refuse)
+    group = torch_engine.create_nccl(options(size=2))
+
+    def fail_inside():
+        with group.together():
+            group.send(torch.ones(2), 1, 0, True)
+            group.recv(torch.ones(2), 1, 0, True)
+
+    with pytest.raises(InternalError, match="unhandled system error"):
+        fail_inside()
+    assert Stream.log == ["begin", "send 1", "end", "abort"]
+
+
+def test_nccl_batch_whose_communicator_was_aborted_raises(not_nccl, monkeypatch):
+    """At its end, if the abort could not wait for it."""
+    monkeypatch.setattr(NotNccl, "abort", lambda self: self.log.append("abort"), raising=False)
+    monkeypatch.setattr(group_module, "_BATCH_S", 0)
+    group = torch_engine.create_nccl(options(size=2))
+
+    def abort_inside():
+        with group.together():
+            group.send(torch.ones(2), 1, 0, True)
+            other = threading.Thread(target=group.close, args=(True,))
+            other.start()
+            other.join()
+
+    with pytest.raises(Aborted):
+        abort_inside()
+    assert Stream.log == ["begin", "send 1", "abort"]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_nccl_groups_are_split_off_as_torch_does(not_nccl, monkeypatch, bound):
+    """In the options that the class was made with: it reads them with the first operation."""
+    splits = []
+
+    class Splits(NotNccl):
+        supports_splitting = True
+
+        def __init__(self, store, rank, size, settings):
+            super().__init__(store, rank, size, settings)
+            self.settings = settings
+
+        def allreduce(self, tensors, options=None):
+            splits.append((self.settings.split_from, self.settings.split_color))
+            return super().allreduce(tensors, options)
+
+        def perform_nocolor_split(self, device):
+            self.log.append(f"no color on {device}")
+
+    monkeypatch.setattr(torch_engine, "ProcessGroupNCCL", Splits)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    here = torch.device("cuda", 1)
+    parent, child = (
+        torch_engine.create_nccl(options(size=size, device_id=here, all_bound=bound))
+        for size in (4, 2)
+    )
+    assert (parent.splits, child.splits) == (bound, bound)
+    child.split_off(parent, 3)
+    parent.sit_out_split()
+    assert splits == [(parent._engine._engine, 3)]
+    assert Stream.log == ["all_reduce", "no color on cuda:1"]
+    assert child._engine._engine.settings.split_from is None
 
 
 class OnCuda(torch.Tensor):

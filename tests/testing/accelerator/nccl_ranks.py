@@ -263,9 +263,9 @@ def case_of_3_a_ring_of_single_messages_is_a_deadlock(rank: int, size: int) -> N
         dist.isend(late(1.0), (rank + 1) % 3, group=group)
     assert (caught.value.rank, caught.value.world_size) == (rank, 3)
     assert caught.value.calls == {
-        0: "send of 12 uint8 to rank 1 (its first; waits for rank 1)",
-        1: "send of 12 uint8 to rank 2 (its first; waits for rank 2)",
-        2: "send of 12 uint8 to rank 0 (its first; waits for rank 0)",
+        0: "send to rank 1 (its first; waits for rank 1)",
+        1: "send to rank 2 (its first; waits for rank 2)",
+        2: "send to rank 0 (its first; waits for rank 0)",
     }
 
 

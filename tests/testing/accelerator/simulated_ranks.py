@@ -13,7 +13,7 @@ import torch
 import dure as dist
 from dure.testing import accelerator
 
-BACKEND = "cpu:shm,sim:simulated_nccl"
+BACKEND, OVER_HOSTS = "cpu:shm,sim:simulated_nccl", "cpu:hybrid,sim:simulated_nccl"
 
 
 def cases_of(module: ModuleType) -> list[str]:
@@ -49,7 +49,7 @@ def run(module: ModuleType, names: Sequence[str]) -> dict[str, str]:
     errors: dict[str, str] = {}
     for name in names:
         accelerator.install()
-        dist.init_process_group(BACKEND)
+        dist.init_process_group(OVER_HOSTS if "another_host" in name else BACKEND)
         try:
             getattr(module, f"case_{name}")(dist.get_rank(), dist.get_world_size())
             errors[name] = ""

@@ -65,6 +65,7 @@ class BackendOptions:
         eager_bytes: A send of more bytes waits until it is received; with 0 every send does. None:
             the backend decides. Tests set it to find deadlocks.
         pg_options: The `pg_options` or `backend_options` of the program.
+        all_bound: Whether every rank has said which device it is bound to.
 
     Obtained from:
         `register_backend`: its factory receives them for each group.
@@ -82,6 +83,7 @@ class BackendOptions:
     threads: int = 1
     eager_bytes: int | None = None
     pg_options: object = None
+    all_bound: bool = False
 
     def tell_all(self, what: str, said: str | bytes = "") -> list[bytes]:
         """Publish a value in the store; return the values of all ranks, by group rank.

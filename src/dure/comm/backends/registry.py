@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Protocol
 
@@ -25,6 +25,8 @@ import torch
 
 from dure.comm.backends.base import Backend, BackendFactory, BackendOptions
 from dure.errors import UsageError
+
+_BOUND = b"bound"
 
 
 class Opening(Protocol):
@@ -49,15 +51,21 @@ class Opening(Protocol):
 
 
 class FactoryOpening:
-    """The opening of a backend that its factory makes, in `complete`."""
+    """The opening of a backend that its factory makes, in `complete`.
 
-    offer = b""
+    The offers say whether ranks are bound to devices (`BackendOptions.all_bound`).
+    """
 
     def __init__(self, factory: BackendFactory, options: BackendOptions) -> None:
         self._factory, self._options = factory, options
 
+    @property
+    def offer(self) -> bytes:
+        return b"" if self._options.device_id is None else _BOUND
+
     def connect(self, offers: Sequence[bytes]) -> None:
-        pass
+        all_bound = len(offers) > 0 and all(offer == _BOUND for offer in offers)
+        self._options = replace(self._options, all_bound=all_bound)
 
     def complete(self) -> Backend:
         return self._factory(self._options)

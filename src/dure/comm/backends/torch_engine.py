@@ -84,6 +84,8 @@ class EngineCalls:
     """It can receive from any rank."""
     reduce_scatters: bool
     """It has a reduce_scatter. Gloo's is an all_reduce, whose work does not report its end."""
+    splits = False
+    """Groups can be split off it, because all ranks are bound to devices: see comm/splitting.py."""
 
     def __init__(self, engine: Engine, options: BackendOptions) -> None:
         self._engine = engine
@@ -153,6 +155,22 @@ class EngineCalls:
         """Change how long work that begins later may take."""
         self._engine._set_default_timeout(timeout)
 
+    def split_off(self, parent: EngineCalls, color: int) -> EngineWork:
+        """Make the communicator by a split of the parent's; all ranks of the parent call at once.
+
+        Args:
+            parent: With a communicator that has no operation under way.
+            color: The ranks that pass this one make a communicator; more than 0.
+
+        Returns:
+            The work of a first operation.
+        """
+        raise NotImplementedError
+
+    def sit_out_split(self) -> None:
+        """Take part in a split of this communicator, as a rank of none of the new ones."""
+        raise NotImplementedError
+
     def leave(self) -> None:
         """End in good order; nothing is pending."""
 
@@ -199,9 +217,11 @@ class _Nccl(EngineCalls):
         options: BackendOptions,
         store: _StoreBridge,
         margin: timedelta,
+        settings: Any,
     ) -> None:
         super().__init__(engine, options)
-        self._margin = margin
+        self._margin, self._settings = margin, settings
+        self.splits = options.all_bound and bool(getattr(engine, "supports_splitting", False))
         self.name, self.device_types = name, frozenset({device_type})
         self._store = store  # see `_StoreBridge`
         self._device = options.device_id or torch.device(device_type)
@@ -211,6 +231,20 @@ class _Nccl(EngineCalls):
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(_longer(timeout, self._margin))
+
+    def split_off(self, parent: EngineCalls, color: int) -> EngineWork:
+        # Torch reads these when it makes the communicator, at the first operation.
+        # `eager_connect_single_device` would do that, too; but then messages of two ranks share
+        # the group's communicator and its order, other than in groups that were not split off.
+        settings = self._settings
+        settings.split_from, settings.split_color = parent._engine, color
+        try:
+            return self.barrier()
+        finally:
+            settings.split_from = None
+
+    def sit_out_split(self) -> None:
+        self._engine.perform_nocolor_split(self._device)
 
     def leave(self) -> None:
         self._engine.shutdown()
@@ -495,7 +529,8 @@ def connect_nccl(
     store = _StoreBridge(options.store)
     make = lambda: cls(store, options.rank, options.size, settings)  # noqa: E731
     engine = _connect(name, make, options)
-    return EngineGroup(_Nccl(engine, name, device_type, options, store, margin), options)
+    calls = _Nccl(engine, name, device_type, options, store, margin, settings)
+    return EngineGroup(calls, options)
 
 
 def _connect(name: str, make: Callable[[], Engine], options: BackendOptions) -> Engine:

@@ -216,6 +216,11 @@ class GroupCore:
         backend = self._backends.get(device_type)
         return "" if backend is None else backend.name
 
+    def backends_with(self, attribute: str) -> list[Any]:
+        """Return the backends that have a true attribute, each once."""
+        found = {id(b): b for b in self._backends.values() if getattr(b, attribute, False)}
+        return [*found.values()]
+
     @property
     def backend_config(self) -> str:
         """Which backend serves which kind of device, such as "cpu:shm"."""

@@ -4,15 +4,8 @@ Each launch is two pieces of work in the communicator's stream. The first reads 
 the rank sends and appends the launch to the rank's log, in the group's store. The second runs when
 the counterparts have arrived (launches.py), and writes the results. A thread for each other rank
 reads that rank's log. The first entry of a log says that the rank has made the communicator: the
-host waits for those of all ranks, as NCCL does at the first operation.
-
-*Deadlocks of hosts.* In a ring in which every rank sends first, each host waits for the next rank
-to make their communicator. A host that waits writes a note into the store: for which communicator,
-for which ranks, and which communicators it has made. Rank p is *blocked by* rank q if p waits for
-q, and q's note does not have p's communicator. Ranks that are blocked by each other in a circle are
-deadlocked, even if notes are old: assume that a wait of the circle has ended. Then q has made p's
-communicator after its own note, so q's wait had ended before p's; and so on around the circle, so
-that p's wait had ended before it ended.
+host waits for those of all ranks, as NCCL does at the first operation. (Dure's groups have met in
+the store before: engine/meeting.py.)
 
 Cost:
     Each rank reads all that any rank sends, through the store.
@@ -35,12 +28,11 @@ from dure.testing.accelerator import streams
 from dure.testing.accelerator.launches import Launch, Launches, Part
 from dure.testing.accelerator.streams import Stream
 
-__all__ = ["Communicator", "Note", "PendingOperation", "encode"]
+__all__ = ["Communicator", "PendingOperation"]
 
 _PIECE = timedelta(seconds=1)
-encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Launch).decode
-_NOTE = "creating"
 
 
 class _SharedLog(Protocol):
@@ -51,26 +43,6 @@ class _SharedLog(Protocol):
     wait: Callable[[list[str], timedelta], object]
     add: Callable[[str, int], int]
     deleteKey: Callable[[str], object]
-    check: Callable[[list[str]], bool]
-
-
-class Note(msgspec.Struct, frozen=True):
-    """What a rank's host waits for: the other ranks of a communicator, to make it.
-
-    Attributes:
-        key: Of the communicator.
-        missing: The ranks that have not made it, as ranks of the group.
-        made: Keys of all communicators that the rank has made, this one too.
-        op: The first operation.
-    """
-
-    key: str
-    missing: list[int]
-    made: list[str]
-    op: str
-
-
-_decode_note = msgspec.msgpack.Decoder(Note).decode
 
 
 class PendingOperation(msgspec.Struct):
@@ -135,19 +107,12 @@ class Communicator:
 
     # ---------------------------------------------------------------- launching
 
-    def create(self, op: str, made: Sequence[str]) -> None:
-        """Wait for all ranks to make the communicator, for their first operation.
-
-        Args:
-            op: The operation.
-            made: Keys of the communicators that this rank has made, this one too.
-        """
+    def create(self, op: str) -> None:
+        """Wait for all ranks to make the communicator, for their first operation."""
         self._append(Launch([]))
         streams.serve_demands_of(self)
-        creation = _Creation(self, Note(self._key, [], [*made], op))
-        streams.wait_for(creation)
-        self.check()  # a note whose wait has failed stays: others are in the same circle
-        creation.end()
+        streams.wait_for(_Creation(self, op))
+        self.check()
 
     def check(self) -> None:
         """Raise the communicator's error, if it has one."""
@@ -198,7 +163,7 @@ class Communicator:
             self._append(launch)
 
     def _append(self, launch: Launch) -> None:
-        self._store.set(f"{self._key}/{self._rank}/{self._num_logged}", encode(launch))
+        self._store.set(f"{self._key}/{self._rank}/{self._num_logged}", _encode(launch))
         self._num_logged += 1
 
     def _read_log(self, peer: int) -> None:
@@ -285,41 +250,6 @@ class Communicator:
         """Return the ranks that have not made the communicator."""
         return [rank for rank in range(len(self._ranks)) if rank not in self._made]
 
-    def named_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Return ranks of the communicator as ranks of the group."""
-        return [self._ranks[rank] for rank in ranks]
-
-    def publish(self, note: Note) -> None:
-        """Write what this rank's host waits for."""
-        self._store.set(self._note_of(self._ranks[self._rank]), encode(note))
-
-    def _note_of(self, rank: int) -> str:
-        return f"{_NOTE}/{rank}"
-
-    def blocked_hosts(self, note: Note) -> Desync | None:
-        """Return the error if this rank's host waits for hosts that wait for each other."""
-        start = self._ranks[self._rank]
-        notes, path = {start: note}, [start]
-        while True:
-            blocked = notes[path[-1]]
-            for rank in blocked.missing:
-                if rank not in notes and self._store.check([self._note_of(rank)]):
-                    notes[rank] = _decode_note(self._store.get(self._note_of(rank)))
-            blocking = [
-                r for r in blocked.missing if r in notes and blocked.key not in notes[r].made
-            ]
-            if not blocking:
-                return None
-            if blocking[0] in path:
-                circle = path[path.index(blocking[0]) :]
-                break
-            path.append(blocking[0])
-        calls = {
-            rank: f"{notes[rank].op} (its first; waits for rank {after})"
-            for rank, after in zip(circle, [*circle[1:], circle[0]], strict=True)
-        }
-        return self._desync("deadlock: ranks wait for each other", note.op, calls)
-
     def missing(self, launch: Launch) -> list[int]:
         """Return the ranks that have not started counterparts of this rank's launch."""
         return self._launches.missing(self._rank, launch)
@@ -391,9 +321,8 @@ def self_rank(ranks: Sequence[int], rank: int) -> int:
 class _Creation:
     """All ranks make a communicator; see `streams.Remote`."""
 
-    def __init__(self, communicator: Communicator, note: Note) -> None:
-        self._communicator, self._note, self._since = communicator, note, time.monotonic()
-        self._is_published = False
+    def __init__(self, communicator: Communicator, op: str) -> None:
+        self._communicator, self._op, self._since = communicator, op, time.monotonic()
 
     def has_arrived(self) -> bool:
         return self._communicator.error is not None or not self._communicator.not_made()
@@ -401,20 +330,9 @@ class _Creation:
     def look(self) -> None:
         made = self._communicator
         missing = made.not_made()
-        note = msgspec.structs.replace(self._note, missing=made.named_ranks(missing))
-        if note != self._note:
-            self._note, self._is_published = note, True
-            made.publish(note)
-        if missing and (error := made.blocked_hosts(note)):
-            made.fail(error)
         if missing and time.monotonic() - self._since > made.timeout.total_seconds():
             seen = "they have not called their first operation of this communicator"
-            made.fail(made.late(missing, note.op, seen))
-
-    def end(self) -> None:
-        """Change the note of this rank: it waits for none. Others may be about to read it."""
-        if self._is_published:
-            self._communicator.publish(msgspec.structs.replace(self._note, missing=[]))
+            made.fail(made.late(missing, self._op, seen))
 
 
 class _StartedLaunch:

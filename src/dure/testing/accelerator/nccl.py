@@ -9,6 +9,8 @@ Like torch's class:
   launch on the group's communicator.
 * The first operation of a communicator blocks the host until all its ranks have called one.
 * A work keeps its tensors until it was waited for, or has ended.
+* A communicator is split off another if all its ranks call, each with a color or without one, while
+  no operation of it is under way.
 * Reductions of 16-bit floats are rounded at every step; there are no bit operations.
 
 Unlike it, launches that cannot end are errors (communicator.py).
@@ -26,6 +28,7 @@ import torch
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.group import EngineGroup
 from dure.comm.backends.torch_engine import ENGINE_OPS, connect_nccl
+from dure.errors import StoreTimeout
 from dure.testing.accelerator import streams
 from dure.testing.accelerator.communicator import Communicator, PendingOperation
 from dure.testing.accelerator.memory import NAME, on_host
@@ -88,6 +91,10 @@ class SimulatedWork:
         """Return the communicator's error."""
         return self._communicator.error
 
+    def has_ended_of(self, communicator: Communicator) -> bool:
+        """Return whether it has ended, or is of another communicator."""
+        return communicator is not self._communicator or self._has_ended()
+
     def drop_if_ended(self) -> bool:
         """Release the tensors of a work that has ended; return whether it has."""
         return self._has_ended()
@@ -108,10 +115,13 @@ class SimulatedNCCL:
 
         _timeout = timedelta(minutes=10)
         group_name = ""
+        split_from: SimulatedNCCL | None = None
+        split_color = 0
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._timeout, self._name = options._timeout, options.group_name  # pyright: ignore
+        self._options, self._num_splits = options, 0
         self._communicators: dict[str, Communicator] = {}
         self._grouped: list[tuple[PendingOperation, Sequence[torch.Tensor]]] | None = None
         self._in_flight: list[SimulatedWork] = []
@@ -271,11 +281,63 @@ class SimulatedNCCL:
             key = "{}:{}".format(*ranks)
         made = self._communicators.get(key)
         if made is None:
+            if peer is None:
+                self._be_split_off()
             made = self._communicators[key] = Communicator(
                 self._store, key, ranks, self._rank, self._timeout, self._name, self._size
             )
-            made.create(op, [*self._communicators])
+            made.create(op)
         return made
+
+    # ---------------------------------------------------------------- splitting
+
+    supports_splitting = True
+    num_bootstraps = 0
+    """Communicators of groups of this process that were not split off another one's."""
+
+    def comm_split_count(self) -> int:
+        """Return how often this rank has taken part in a split of the communicator."""
+        return self._num_splits
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Take part in a split, as a rank of no new communicator."""
+        self._take_part(0, self._rank)
+
+    def _be_split_off(self) -> None:
+        """Split the communicator that is about to be made off another one's, if that was asked."""
+        parent = self._options.split_from
+        if parent is None:
+            SimulatedNCCL.num_bootstraps += 1
+            return
+        ranks = parent._take_part(self._options.split_color, self._rank)
+        if len(ranks) != self._size or ranks[self._rank] != parent._rank:
+            raise RuntimeError(f"the split made a communicator of ranks {ranks} of its parent")
+
+    def _take_part(self, color: int, place: int) -> list[int]:
+        """Wait until all ranks have passed a color; return those that have passed this one.
+
+        Args:
+            color: 0 for none.
+            place: Orders the ranks of one color.
+
+        Raises:
+            RuntimeError: Where NCCL would wait forever, or may.
+        """
+        made = self._communicators.get("all")
+        if made is None:
+            raise RuntimeError("a communicator is split that does not exist")
+        if not all(work.has_ended_of(made) for work in self._in_flight):
+            raise RuntimeError("a communicator is split while operations of it are under way")
+        keys = [f"split/{self._num_splits}/{rank}" for rank in range(self._size)]
+        self._num_splits += 1
+        self._store.set(keys[self._rank], f"{color} {place}")
+        try:
+            self._store.wait(keys, self._timeout)
+        except StoreTimeout as error:
+            raise RuntimeError(f"not all ranks take part in the split: {error}") from None
+        passed = [self._store.get(key).split() for key in keys]
+        places = {r: int(each[1]) for r, each in enumerate(passed) if int(each[0]) == color}
+        return sorted(places, key=places.__getitem__)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout

@@ -18,7 +18,7 @@ from dure.errors import Aborted, CommTimeout, PeerLost, UsageError
 from dure.testing.accelerator import Stream
 from tests.testing.accelerator import simulated_ranks
 from tests.testing.accelerator.simulated_ranks import host_values, late
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 MANY = 1 << 16
 
@@ -200,6 +200,8 @@ def run_with_limit(names: list[str]) -> dict[str, str]:
     limit = threading.Timer(min(PATIENCE_S, 40), os._exit, (1,))
     limit.daemon = True
     limit.start()
+    if "another_host" in names[0]:
+        os.environ["DURE_HOST_ID"] = f"host {os.environ['RANK']}"
     return run(names)
 
 
@@ -265,6 +267,47 @@ def case_death_ends_a_host_that_makes_a_communicator(rank: int, size: int) -> No
     assert _lost(caught.value) == (1, 0, "all_reduce")
 
 
+def case_death_ends_a_host_that_waits_for_a_first_message(rank: int, size: int) -> None:
+    _made()
+    if rank == 1:
+        _die()
+    with pytest.raises(PeerLost) as caught:
+        dist.isend(late(1.0), 1)
+    assert _lost(caught.value)[:2] == (1, 0), caught.value.op
+
+
+def case_death_on_another_host_is_known_from_hybrid(rank: int, size: int) -> None:
+    """By the connection of the hosts; then an operation has been aborted, and none begins."""
+    group: Any = dist.group.WORLD
+    assert len(group.hosts) == 2
+    _made()
+    if rank == 1:
+        _die()
+    work = dist.all_reduce(late(1.0), async_op=True)
+    assert work is not None
+    assert _abandoned(group)
+    for call in (work.wait, lambda: dist.all_reduce(late(1.0))):
+        with pytest.raises(PeerLost) as caught:
+            call()
+        assert _lost(caught.value) == (1, 0, "all_reduce")
+
+
+def case_death_on_another_host_after_leaving_is_none(rank: int, size: int) -> None:
+    group: Any = dist.group.WORLD
+    assert len(group.hosts) == 2
+    _made()
+    t = late(rank + 1.0)
+    work = dist.all_reduce(t, async_op=True)
+    engine = group._backends["sim"]
+    if rank == 1:
+        dist.destroy_process_group()
+        _die()
+    until(lambda: engine._deaths.has_died(1), "the end of rank 1 to be known")
+    assert engine.look()
+    work.wait()
+    assert t.tolist() == [3.0] * 3
+
+
 def case_death_ends_destroy_process_group(rank: int, size: int) -> None:
     group: Any = dist.new_group([0, 1])
     _made(group)
@@ -311,6 +354,38 @@ def case_a_late_peer_ends_operations_that_no_host_waits_for(rank: int, size: int
         with pytest.raises(CommTimeout) as caught:
             dist.all_reduce(late(1.0), group=group)
         assert caught.value.missing == (1,)
+    dist.all_gather_object([None, None], rank)
+
+
+def case_a_late_peer_ends_the_first_operation(rank: int, size: int) -> None:
+    """By the group's timeout, and the group with it."""
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+    if rank == 0:
+        for _ in range(2):
+            with pytest.raises(CommTimeout) as caught:
+                dist.all_reduce(late(1.0), group=group)
+            assert caught.value.missing == (1,)
+    dist.all_gather_object([None, None], rank)
+
+
+def case_a_late_peer_ends_the_first_message(rank: int, size: int) -> None:
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+    _made(group)
+    if rank == 0:
+        with pytest.raises(CommTimeout) as caught:
+            dist.isend(late(1.0), 1, group=group)
+        assert caught.value.missing == (1,), caught.value.op
+    dist.all_gather_object([None, None], rank)
+
+
+def case_an_abort_ends_a_host_that_makes_a_communicator(rank: int, size: int) -> None:
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    if rank == 0:
+        timer = threading.Timer(0.3, group.abort)
+        timer.start()
+        with pytest.raises(Aborted):
+            dist.all_reduce(late(1.0), group=group)
+        timer.join()
     dist.all_gather_object([None, None], rank)
 
 

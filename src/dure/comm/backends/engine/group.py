@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -29,7 +29,8 @@ import torch
 
 from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.engine.watchdog import GRACE_S, SLACK_S, Deaths, look_after
+from dure.comm.backends.engine.meeting import Meetings
+from dure.comm.backends.engine.watchdog import GRACE_S, RECORD_S, SLACK_S, Deaths, look_after
 from dure.comm.backends.engine.wire import WireTensor, as_wire
 from dure.comm.backends.engine.work import (
     BatchedWork,
@@ -50,6 +51,7 @@ from dure.comm.backends.request import (
 from dure.comm.call import Call
 from dure.comm.reduction import as_bytes, joined, reduce_in_order
 from dure.errors import DureError, PeerLost, UsageError
+from dure.store.gathering import Gathering
 
 if TYPE_CHECKING:
     from dure.comm.backends.torch_engine import EngineCalls
@@ -57,11 +59,14 @@ if TYPE_CHECKING:
 __all__ = ["EngineGroup"]
 
 Start = Callable[["EngineCalls"], Any]
+_TOWARDS = {"send": "to", "recv": "from"}
 _KNOWN_LENGTHS = frozenset(
     {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "broadcast"}
     | {"all_gather", "all_gather_single", "all_to_all_single"}
 )
 """Operations in which every rank knows the lengths of all ranks' tensors."""
+_BATCH_S = 2.0
+"""How long an abort waits for a batch that another thread is starting."""
 _KEPT = 8
 """Up to this many requests are kept before finished ones are looked for."""
 
@@ -79,7 +84,7 @@ class EngineGroup:
 
     def __init__(self, engine: EngineCalls, options: BackendOptions) -> None:
         self.name, self.device_types = engine.name, engine.device_types
-        self.group_name = options.name
+        self.group_name, self._store, self._num_splits = options.name, options.store, 0
         self._rank, self._size = options.rank, options.size
         self.in_stream, self._bitwise = engine.in_stream, engine.bitwise
         self._any_source, self._native_floats = engine.any_source, engine.native_floats
@@ -88,12 +93,14 @@ class EngineGroup:
         self._swaps = options.size == 2 and not engine.in_stream
         self._device = options.device_id or torch.device(*engine.device_types)  # if `in_stream`
         # Held while a batch is started, so that calls of other threads are not added to it.
-        self._calls = threading.RLock() if engine.in_stream else nullcontext()
+        self._calls: Any = threading.RLock() if engine.in_stream else nullcontext()
         self._batch: BatchedWork | None = None
+        self._is_broken_off = False  # the communicators were aborted
         self._engine: EngineCalls | None = engine
         self._leaving: EngineCalls | None = None  # while `close` waits for operations to end
         self._deaths: Deaths | None = None
         self._departed: set[int] = set()  # ranks whose process has ended after they had left
+        self._read_at = 0.0  # when the exit records are read next; see `Deaths.keeper`
         self._end_at: float | None = None  # when the communicators are aborted
         self._timeout_s = options.timeout.total_seconds()
         self._op_timeout = options.op_timeout
@@ -101,6 +108,7 @@ class EngineGroup:
         if options.op_timeout is None:
             self._exits = ExitRecords(options.store, options.rank, options.size)
         self._state = EngineState(options, self._exits, self._break_off)
+        self._meetings = Meetings(options.store, self._state, self._exits)
         self._collectives: set[CollectiveRequest] = set()
         self._most_kept = _KEPT
         self._messages: WeakSet[MessageRequest] = WeakSet()
@@ -126,6 +134,7 @@ class EngineGroup:
         """
         tensors = (*call.inputs, *call.outputs)
         with self._calls:  # so that a batch is this thread's
+            self._meet(call.op)
             work = self._begin(call.op, start)
             waited: Any = work if self._batch is None else self._batch
         request = self._request(call.op, waited, copy_back, self._stream_device(*tensors))
@@ -176,6 +185,7 @@ class EngineGroup:
         """Start to send to a rank, or to receive from one; None: from any rank."""
         if self.in_stream:
             with self._calls:  # so that the batch is this thread's
+                self._meet(op, peer)
                 work = self._begin(op, start, peer)
                 waited: Any = work if self._batch is None else self._batch
             return self._request(op, waited, None, tensor.device, peer)
@@ -184,20 +194,37 @@ class EngineGroup:
         self._messages.add(request)
         return request
 
-    def _begin(
-        self, op: str, start: Start, peer: int | None = None, in_broken: bool = False
-    ) -> Any:
-        """Start something on the engine; `in_broken`: also in a group that is about to be aborted.
+    def _meet(self, op: str, peer: int | None = None) -> None:
+        """Wait for the ranks of the communicator, before its first operation (see meeting.py).
 
-        The watchdog has found why, and aborts it: operations from before get a moment to end.
+        Args:
+            op: The operation.
+            peer: Of a message. A batch of messages uses the communicator of all ranks.
         """
+        sound = self._engine is not None and self._state.record is None
+        if not self.in_stream or self._size == 1 or not sound or self._state.has_failed:
+            return
+        began, ranks = time.monotonic(), range(self._size)
+        if peer is not None and self._batch is None:
+            first, last = sorted((self._rank, peer))
+            ranks, op = range(first, last + 1, last - first), f"{op} {_TOWARDS[op]} rank {peer}"
+        try:
+            self._meetings.meet(ranks, op, timedelta(seconds=self._timeout_s))
+        except DureError as error:  # it is not known which operations other ranks wait for
+            self._state.adopt(AbortRecord.of(error))
+            self._state.fail()
+            if isinstance(error, PeerLost) and error.rank is None:  # of the store
+                raise self._state.error(op, began=began) from None
+            raise
+
+    def _begin(self, op: str, start: Start, peer: int | None = None) -> Any:
+        """Start something on the engine."""
         began = time.monotonic()
-        may_start = self._state.record is None or (in_broken and not self._state.has_failed)
-        if self.in_stream and not may_start:
+        if self.in_stream and self._state.record is not None:
             raise self._state.error(op, began=began)
         try:
             with self._calls:
-                if self._engine is None or not may_start:
+                if self._engine is None or self._state.record is not None:
                     raise self._state.error(op, began=began)
                 return start(self._engine)
         except RuntimeError as e:
@@ -216,7 +243,27 @@ class EngineGroup:
         engine = self._engine or self._leaving
         if engine is not None:
             self._abandon()
+            self._abort(engine)
+
+    def _abort(self, engine: EngineCalls) -> None:
+        """Close the connections; a batch that is being started is ended before.
+
+        NCCL would hold back what its thread calls later, for any group, and must not be asked to
+        end a batch of a communicator that is gone.
+        """
+        if not self.in_stream:
             engine.break_off()
+            return
+        held = self._calls.acquire(timeout=_BATCH_S)
+        try:
+            if held and self._batch is not None:  # it is this thread's: an operation in it failed
+                with suppress(RuntimeError):
+                    self._batch.work = engine.end_batch()
+            self._is_broken_off = True
+            engine.break_off()
+        finally:
+            if held:
+                self._calls.release()
 
     def _abandon(self) -> None:
         """End the requests of operations that are about to be aborted.
@@ -440,8 +487,73 @@ class EngineGroup:
                 yield
             finally:
                 self._batch = None
-                # Or else NCCL would hold back what this thread calls later, for any group.
-                batch.work = self._begin("a batch", lambda e: e.end_batch(), in_broken=True)
+                self._end_batch(batch)
+
+    def _end_batch(self, batch: BatchedWork) -> None:
+        """Start the operations of a batch, also in a group that is about to be aborted.
+
+        NCCL would hold back what this thread calls later, for any group.
+
+        Raises:
+            CommError: The communicators were aborted in the meantime.
+        """
+        began, engine = time.monotonic(), self._engine or self._leaving
+        if engine is None or self._is_broken_off:
+            raise self._state.error("a batch", began=began)
+        try:
+            batch.work = engine.end_batch()
+        except RuntimeError as e:
+            error = self._state.diagnose(e, "a batch", began)
+            self._state.adopt(AbortRecord.of(error))
+            self._state.fail()
+            raise error from e
+
+    # ---- splitting (see comm/splitting.py) -------------------------------------------------------
+
+    @property
+    def splits(self) -> bool:
+        """Whether groups can be split off this one."""
+        return self._engine is not None and self._engine.splits
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other threads from calling."""
+        with self._calls:
+            yield
+
+    def check(self, op: str) -> None:
+        """Raise if the group is broken or was left."""
+        if self._engine is None or self._state.record is not None:
+            raise self._state.error(op)
+
+    def next_split(self, summarize: Callable[[list[bytes]], bytes]) -> Gathering:
+        """Return the meeting of all ranks before they split the communicator again."""
+        self._num_splits += 1
+        return Gathering(
+            self._store, f"split/{self._num_splits}", self._rank, self._size, summarize,
+            group=self.group_name,
+        )  # fmt: skip
+
+    def split_off(self, parent: EngineGroup, color: int) -> None:
+        """Make the communicator by a split of the parent's.
+
+        Raises:
+            CommError: As any operation.
+        """
+        of = parent._engine
+        assert of is not None
+        try:
+            work = self._begin("new_group", lambda e: e.split_off(of, color))
+        except DureError as error:  # it is not known what other ranks wait for
+            parent._state.adopt(AbortRecord.of(error))
+            parent._state.fail()
+            raise
+        self._meetings.met(range(self._size))
+        self._request("new_group", work, None, self._stream_device())
+
+    def sit_out_split(self) -> None:
+        """Take part in a split of this group, as a rank of none of the new groups."""
+        self._begin("new_group", lambda e: e.sit_out_split())
 
     # ---- the rest --------------------------------------------------------------------------------
 
@@ -478,6 +590,7 @@ class EngineGroup:
         if (self._engine or self._leaving) is None or self._state.has_failed:
             return False
         now = time.monotonic()
+        self._read_records(now)
         if self._end_at is None:
             record = self._death() or self._delay(now)
             if record is None:
@@ -488,6 +601,16 @@ class EngineGroup:
             return True
         self._state.fail()
         return False
+
+    def _read_records(self, now: float) -> None:
+        """Find out whether the rank that serves the store has left, while it lives."""
+        assert self._deaths is not None
+        keeper = self._deaths.keeper
+        if keeper in self._departed or keeper is None or self._exits is None or now < self._read_at:
+            return
+        self._read_at = now + RECORD_S
+        if keeper in self._exits.have_left():
+            self._departed.add(keeper)
 
     def _death(self) -> AbortRecord | None:
         """Return the record of a member that has died, and had not left before."""
@@ -520,6 +643,8 @@ class EngineGroup:
         is left when they have ended, also if nothing has waited for them. In the meantime another
         thread may abort it.
         """
+        if self._engine is not None:
+            self._leaving = self._engine  # first: another thread may be starting a batch
         engine, self._engine = self._engine, None
         if engine is None:
             if abort:
@@ -529,7 +654,6 @@ class EngineGroup:
         works = [r.work for r in [*self._collectives] if r.work is not None and not r.engine_done]
         pending = works or not all(r.ended for r in self._messages)
         is_sound = self._state.record is None and not self._state.has_failed
-        self._leaving = engine
         breaks_off = abort or not is_sound or (pending and not self.in_stream)
         if breaks_off:
             self._state.left.set()
@@ -540,7 +664,7 @@ class EngineGroup:
             self._exits.publish("left")
         try:
             if breaks_off:
-                engine.break_off()
+                self._abort(engine)
                 keep_engine(engine, works)
             else:
                 engine.leave()

@@ -15,6 +15,9 @@ A result that was not waited for through Dure may be wrong in the meantime.
 **Calls of the device.** Whether an operation has ended is asked only if it is too old: to ask
 breaks the capture of a CUDA graph in another thread. Operations that are captured are not watched.
 
+**A rank that serves the store** takes the group's exit records (work.py) with it when it ends. The
+others read these while it lives, so that they know whether it had left before.
+
 A group whose own look fails is looked at no more, which is logged; other groups are looked at.
 
 A forked child has neither the thread nor the groups of its parent.
@@ -31,7 +34,7 @@ from weakref import WeakSet
 from dure.errors import PeerLost
 from dure.trace import logs
 
-__all__ = ["GRACE_S", "LOOK_S", "SLACK_S", "Deaths", "Watched", "look_after"]
+__all__ = ["GRACE_S", "LOOK_S", "RECORD_S", "SLACK_S", "Deaths", "Watched", "look_after"]
 
 _log = logs.logger("comm")
 
@@ -39,12 +42,20 @@ LOOK_S = 0.2
 """How often each group is looked at."""
 GRACE_S = 0.5
 """How long operations may take to end after a member has died."""
+RECORD_S = 0.4
+"""How often the record of a rank that serves the store is read. When it ends in an orderly way, it
+waits for a second after it has written the record (store/server.py)."""
 SLACK_S = 1.0
 """How much longer than the timeout an operation may take: the engine may find out more."""
 
 
 class Deaths(Protocol):
     """How a group knows that a member's process has ended."""
+
+    @property
+    def keeper(self) -> int | None:
+        """The member with which the exit records end; None if nothing depends on them."""
+        ...
 
     def has_died(self, rank: int) -> bool:
         """Return whether the process of `rank` has ended, or cannot be reached any more."""

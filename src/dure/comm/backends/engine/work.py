@@ -414,6 +414,11 @@ class ExitRecords:
         """Write that this rank has left, or gave up."""
         self._ask(lambda: self._store.append(_KEY, f"{event} {self._rank}\n"))
 
+    def have_left(self) -> frozenset[int]:
+        """Return the ranks that have left, by one look at the store."""
+        self._ask(self._read)
+        return frozenset(self._ranks("left"))
+
     def ask(self, timed_out: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which ranks left and which gave up waiting, in the order of their records.
 
@@ -425,17 +430,22 @@ class ExitRecords:
             self.publish("gave-up")
         enough = self._size - 1 if timed_out else 1
         self._ask(lambda: self._read_until(enough))
+        return self._ranks("left"), self._ranks("gave-up")
+
+    def _ranks(self, event: str) -> tuple[int, ...]:
+        """Return the other ranks with a record of this event, as far as they were read."""
         words = [line.split() for line in self._lines]
-        others = [(what, int(rank)) for what, rank in words if int(rank) != self._rank]
-        gone = tuple(rank for what, rank in others if what == "left")
-        return gone, tuple(rank for what, rank in others if what == "gave-up")
+        return tuple(int(r) for what, r in words if what == event and int(r) != self._rank)
+
+    def _read(self) -> None:
+        if self._store.check([_KEY]):
+            self._lines = self._store.get(_KEY).decode().splitlines()
 
     def _read_until(self, enough: int) -> None:
         """Read until there are records of `enough` other ranks, or time is up."""
         until = time.monotonic() + _ASK_S
         while time.monotonic() < until:
-            if self._store.check([_KEY]):
-                self._lines = self._store.get(_KEY).decode().splitlines()
+            self._read()
             others = {line.split()[1] for line in self._lines} - {str(self._rank)}
             if len(others) >= enough:
                 return
