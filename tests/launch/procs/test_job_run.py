@@ -51,7 +51,9 @@ STEPS = """
 import os, resource, torch, dure
 import torch.distributed as dist
 
-def steps():  # 30 MB, taken and given back five times: some 38,000 pages, or none
+# 30 MB, taken and given back five times: some 38,000 pages, or none. If a small block is between the
+# free ones since, one tensor or two (768 pages each) find a new place, once.
+def steps():
     for _ in range(5):
         sum(int(t[-1]) for t in [torch.ones(3 << 18) for _ in range(10)])
 
@@ -59,7 +61,7 @@ steps()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 steps()
 faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print("kept" if faults < 1000 else f"given back: {faults} faults")
+print("kept" if faults < 5000 else f"given back: {faults} faults")
 dist.init_process_group("gloo")
 total = torch.ones(1) * (dist.get_rank() + 1)
 dist.all_reduce(total)
