@@ -1,6 +1,6 @@
 # `make demo` and `make test` set up everything in .venv first, and only once: see scripts/setup.
 # What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS, KILLS, STOPS, DRILL_ARGS,
-# STRESS_ARGS, MUTANTS_ARGS, CLIENTS, TORCHES, NATIVE.
+# STRESS_ARGS, MUTANTS_ARGS, CLIENTS, TORCHES, ROOMS, NATIVE.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c

@@ -51,8 +51,8 @@ STEPS = """
 import os, resource, torch, dure
 import torch.distributed as dist
 
-# 30 MB, taken and given back five times: some 38,000 pages, or none. If a small block is between the
-# free ones since, one tensor or two (768 pages each) find a new place, once.
+# 30 MB, taken and given back five times: some 38,000 pages, or none. If a small block is between
+# the free ones since, one tensor or two (768 pages each) find a new place, once.
 def steps():
     for _ in range(5):
         sum(int(t[-1]) for t in [torch.ones(3 << 18) for _ in range(10)])

@@ -23,8 +23,10 @@ def reductions(rank: int, folder: str) -> None:
         td.all_reduce(average, td.ReduceOp.AVG)
         assert average.tolist() == [-3, 1]
         scaled = torch.ones(1)
-        td.all_reduce(scaled, td._make_nccl_premul_sum(0.5 + rank))
-        assert scaled.item() == 2
+        sum_with_factor = td._make_nccl_premul_sum(0.5 + rank)
+        if hasattr(sum_with_factor, "factor"):  # from torch 2.13 on; else see test_calls.py
+            td.all_reduce(scaled, sum_with_factor)
+            assert scaled.item() == 2
         z = torch.tensor([1 + 2j])
         td.all_reduce(z)
         assert z.item() == 2 + 4j
