@@ -136,6 +136,47 @@ def _late() -> str:
     raise AssertionError("no CommTimeout in 7 s")
 
 
+def _late_at_first() -> str:
+    """Rank 1 does not call the first operation of a group, which makes its communicator."""
+    dist.init_process_group(timeout=LIMIT)
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(4, device=DEVICE), group=group)
+    except dist.CommTimeout as error:
+        if 1 not in error.missing:
+            raise
+        group.abort()
+        return f"{time.monotonic() - began:.1f} s"
+    raise AssertionError("no CommTimeout")
+
+
+def _split() -> str:
+    """Groups of ranks that are bound to devices are split off the default group."""
+    dist.init_process_group(timeout=LIMIT, device_id=torch.device("cuda", 0) if ON_GPU else None)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pair = dist.new_group([0, 1])
+    began = time.monotonic()
+    last = dist.split_group(split_ranks=[[0, size - 1], [*range(1, size - 1)]][: 1 + (size > 2)])
+    took_s = time.monotonic() - began
+    t = torch.full((3,), rank + 1.0, device=DEVICE)
+    if rank < 2:
+        dist.all_reduce(t, group=pair)
+        assert t.tolist() == [3.0] * 3, t
+    if rank in (0, size - 1):
+        t.fill_(rank + 1.0)
+        dist.all_reduce(t, group=last)
+        assert t.tolist() == [size + 1.0] * 3, t
+    world: Any = dist.group.WORLD
+    splits = [b._engine._engine.comm_split_count() for b in world.backends_with("splits")]
+    assert splits == ([2] if ON_GPU else []), splits
+    dist.destroy_process_group()
+    return f"split_group took {took_s * 1000:.0f} ms"
+
+
 def _times(library: Any) -> str:
     """The median time of all_reduces, and the bytes that each rank moves per second."""
     backend = {"backend": "nccl"} if library is stock and ON_GPU else {}
@@ -168,6 +209,8 @@ for _subject in SUBJECTS:
 several("batches of messages in a ring, and of collectives", _batches)
 several("a rank dies", _death)
 several("a rank is late", _late)
+several("a rank is late at the first operation", _late_at_first)
+several("groups that are split off", _split)
 for _kind in (*(k for k in KINDS if not k.endswith("shared")), "pipeline", "checkpoint"):
     check("several", _kind, may_refuse=True)(lambda kind=_kind: _training(kind))
 several("all_reduce, dure", _times, dist, alone=True)

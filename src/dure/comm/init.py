@@ -84,7 +84,8 @@ def init_process_group(
         group_name: Distinguishes jobs that use one store.
         pg_options: Options of the backend: ``{"verify": True}`` of any, ProcessGroupNCCL.Options
             of nccl, any object of a registered one. Options that no backend uses are refused.
-        device_id: The device that this rank is bound to.
+        device_id: The device that this rank is bound to. Over nccl, new groups are split off the
+            default group if all ranks pass one (docs/gpu.md).
 
     Raises:
         UsageError: The default group exists; contradictory arguments; no such backend.

@@ -89,7 +89,8 @@ def new_group(
         `use_local_synchronization`).
 
     Cost:
-        A barrier of the world, and some round trips to the store: milliseconds.
+        A barrier of the world, and some round trips to the store: milliseconds. Over nccl, if all
+        ranks passed `device_id`, also that of `ncclCommSplit`.
 
     Example:
         ```python
@@ -359,7 +360,8 @@ def split_group(
         UsageError: A rank is out of range, or in two lists; and the errors of `new_group`.
 
     Collective:
-        The ranks of the new groups call.
+        The ranks of the new groups call. Over nccl they are split off if these are all ranks of the
+        parent, and all passed `device_id` (docs/gpu.md).
 
     Example:
         ```python
