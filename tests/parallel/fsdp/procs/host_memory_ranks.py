@@ -151,7 +151,7 @@ def case_gradients_are_clipped(rank: int, size: int) -> None:
 
 
 def case_models_are_made_without_memory(rank: int, size: int) -> None:
-    """On the meta device, or the CPU; shards that are moved to the device are refused."""
+    """On the meta device, or the CPU; shards that are moved to the device are moved back."""
     reference = made()
     models.by_step(reference, 0)
     offload = CPUOffloadPolicy()
@@ -173,6 +173,7 @@ def case_models_are_made_without_memory(rank: int, size: int) -> None:
         made_by_load.append(models.shard(empty.double(), mesh=mesh, offload_policy=offload))
         how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sends)
         set_model_state_dict(made_by_load[-1], given, options=how)
+        assert {p.device.type for p in made_by_load[-1].parameters()} == {"cpu"}
     for model in (from_meta, on_host, *made_by_load):
         by_step(model, 0, size, rank)
         compare(models.full_gradients(model), models.full_gradients(reference))
