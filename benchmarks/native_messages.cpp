@@ -10,12 +10,17 @@
 //
 // Ranks are forked processes. A sample is k operations back to back, the slowest rank's time / k;
 // shown are the median and the least of the samples, in microseconds. A message's time is half a
-// round trip between ranks 0 and 1, while the others wait in a barrier.
+// round trip between ranks 0 and 1, while the others wait in a barrier: of one tensor, which each
+// rank sends on as it was received; or `apart`, of two, so that what is sent is never written.
+// `staged` and `once` are round trips of the copies alone, as a floor: through a ring of four
+// pieces in shared memory, and by one process_vm_readv of the receiver.
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -33,11 +38,62 @@ constexpr double kSampleUs = 15'000;
 constexpr size_t kSizes[] = {8,       4 << 10,  16 << 10, 64 << 10,
                              1 << 20, 16 << 20, 64 << 20, 256 << 20};
 constexpr size_t kSmall = 3;  // the first of kSizes are small all_reduces
+constexpr size_t kLeastCopied = 64 << 10;
+
+// Copies from one process to another, and nothing else.
+class BareCopies {
+  public:
+    void send_staged(Block from) {
+        for (size_t at = 0; at < from.bytes; at += kPiece, sent_++) {
+            while (sent_ - taken_.load(std::memory_order_acquire) >= kPieces) relax();
+            std::memcpy(place(sent_), from.data + at, std::min(kPiece, from.bytes - at));
+            shown_.store(sent_ + 1, std::memory_order_release);
+        }
+    }
+
+    void receive_staged(Block to) {
+        for (size_t at = 0; at < to.bytes; at += kPiece, received_++) {
+            while (shown_.load(std::memory_order_acquire) <= received_) relax();
+            std::memcpy(to.data + at, place(received_), std::min(kPiece, to.bytes - at));
+            taken_.store(received_ + 1, std::memory_order_release);
+        }
+    }
+
+    void send_once(Block from) {
+        from_ = from.data;
+        process_ = getpid();
+        shown_.store(++sent_, std::memory_order_release);
+        while (taken_.load(std::memory_order_acquire) < sent_) relax();
+    }
+
+    // False: the kernel does not allow it.
+    bool receive_once(Block to) {
+        while (shown_.load(std::memory_order_acquire) <= received_) relax();
+        const iovec into{to.data, to.bytes}, out_of{from_, to.bytes};
+        const ssize_t copied = process_vm_readv(process_, &into, 1, &out_of, 1, 0);
+        taken_.store(++received_, std::memory_order_release);
+        return copied == static_cast<ssize_t>(to.bytes);
+    }
+
+  private:
+    static constexpr size_t kPiece = 64 << 10, kPieces = 4;
+    std::byte* place(uint64_t number) { return bytes_ + number % kPieces * kPiece; }
+
+    alignas(64) std::atomic<uint64_t> shown_;
+    alignas(64) std::atomic<uint64_t> taken_;
+    alignas(64) uint64_t sent_;  // the sender's
+    std::byte* from_;
+    pid_t process_;
+    alignas(64) uint64_t received_;  // the receiver's
+    alignas(4096) std::byte bytes_[kPieces * kPiece];
+};
 
 struct Rank {
     Group& group;
+    BareCopies* bare;  // from each of ranks 0 and 1 to the other
     Mailbox mailbox{group};
     std::byte* memory = nullptr;
+    std::byte* received = nullptr;  // where messages go
 };
 
 void require(Status status) {
@@ -69,22 +125,46 @@ void measure(Rank& me, const std::string& name, size_t bytes, double share, F op
     for (int i = 0; i < kSamples; i++) times.push_back(sample(me, k, operation) * share);
     std::sort(times.begin(), times.end());
     if (me.group.rank() == 0) {
-        std::printf("%-12s %10zu B  %10.3f us  (least %.3f)\n", name.c_str(), bytes,
+        std::printf("%-16s %10zu B  %10.3f us  (least %.3f)\n", name.c_str(), bytes,
                     times[kSamples / 2], times[0]);
         std::fflush(stdout);
     }
 }
 
 void round_trip(Rank& me, size_t bytes) {
-    const Block block{me.memory, bytes};
+    const Block block{me.memory, bytes}, into{me.received, bytes};
     int source = -1;
     if (me.group.rank() == 0) {
         require(me.mailbox.send(block, DType::u8, 1, 0).status);
-        require(me.mailbox.receive(block, DType::u8, 1, 0, &source).status);
+        require(me.mailbox.receive(into, DType::u8, 1, 0, &source).status);
     } else if (me.group.rank() == 1) {
-        require(me.mailbox.receive(block, DType::u8, 0, 0, &source).status);
+        require(me.mailbox.receive(into, DType::u8, 0, 0, &source).status);
         require(me.mailbox.send(block, DType::u8, 0, 0).status);
     }
+}
+
+void staged_round_trip(Rank& me, size_t bytes) {
+    const Block block{me.memory, bytes}, into{me.received, bytes};
+    if (me.group.rank() == 0) {
+        me.bare[0].send_staged(block);
+        me.bare[1].receive_staged(into);
+    } else if (me.group.rank() == 1) {
+        me.bare[0].receive_staged(into);
+        me.bare[1].send_staged(block);
+    }
+}
+
+void round_trip_once(Rank& me, size_t bytes) {
+    const Block block{me.memory, bytes}, into{me.received, bytes};
+    bool copied = true;
+    if (me.group.rank() == 0) {
+        me.bare[0].send_once(block);
+        copied = me.bare[1].receive_once(into);
+    } else if (me.group.rank() == 1) {
+        copied = me.bare[0].receive_once(into);
+        me.bare[1].send_once(block);
+    }
+    require(copied ? Status::ok : Status::internal);
 }
 
 // How long the caller of an asynchronous operation is held up.
@@ -100,16 +180,16 @@ void measure_start(Rank& me) {
     }
     std::sort(times.begin(), times.end());
     if (me.group.rank() == 0) {
-        std::printf("%-12s %10d B  %10.3f us  (nine of ten %.3f)\n", "start", 1 << 20, times[100],
+        std::printf("%-16s %10d B  %10.3f us  (nine of ten %.3f)\n", "start", 1 << 20, times[100],
                     times[180]);
     }
 }
 
-void run(Group& group, const std::vector<std::string>& wanted) {
-    Rank me{group};
+void run(Group& group, BareCopies* bare, const std::vector<std::string>& wanted) {
+    Rank me{group, bare};
     const size_t most = kSizes[std::size(kSizes) - 1];
     me.memory = static_cast<std::byte*>(
-        mmap(nullptr, most, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        mmap(nullptr, 2 * most, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     auto wants = [&](const char* name) {
         return wanted.empty() || std::find(wanted.begin(), wanted.end(), name) != wanted.end();
     };
@@ -129,10 +209,18 @@ void run(Group& group, const std::vector<std::string>& wanted) {
             require(request->complete() ? request->outcome().status : Status::interrupted);
         });
     }
-    for (size_t bytes : kSizes) {
+    for (const bool apart : {false, true}) {
         if (!wants("sendrecv") || group.size() == 1) break;
-        std::memset(me.memory, 1, bytes);
-        measure(me, "sendrecv", bytes, 0.5, [&] { round_trip(me, bytes); });
+        me.received = me.memory + (apart ? most : 0);
+        const std::string suffix = apart ? ", apart" : "";
+        for (size_t bytes : kSizes) {
+            std::memset(me.memory, 1, bytes);
+            std::memset(me.received, 1, bytes);
+            measure(me, "sendrecv" + suffix, bytes, 0.5, [&] { round_trip(me, bytes); });
+            if (bytes < kLeastCopied) continue;
+            measure(me, "staged" + suffix, bytes, 0.5, [&] { staged_round_trip(me, bytes); });
+            measure(me, "once" + suffix, bytes, 0.5, [&] { round_trip_once(me, bytes); });
+        }
     }
     if (wants("start")) measure_start(me);
     require(group.run({Op::barrier}));
@@ -153,6 +241,9 @@ int main(int argc, char** argv) {
     const std::vector<std::string> wanted(argv + std::min(argc, 3), argv + argc);
     const bool migrates = !std::getenv("STAY");
     const int64_t timeout_ns = 30'000'000'000;
+    auto* bare =
+        static_cast<BareCopies*>(mmap(nullptr, 2 * sizeof(BareCopies), PROT_READ | PROT_WRITE,
+                                      MAP_SHARED | MAP_ANONYMOUS, -1, 0));
     auto first = Group::create({0, n, timeout_ns, cores, copies, migrates}, 1);
     const int parent = getpid();
     for (int r = 1; r < n; r++) {
@@ -161,11 +252,11 @@ int main(int argc, char** argv) {
             Group::attach({r, n, timeout_ns, cores, copies, migrates}, parent, first->file(), 1);
         while (group->attached() < n) group->wait_attached(1'000'000);
         group->ready();
-        run(*group, wanted);
+        run(*group, bare, wanted);
         std::_Exit(0);
     }
     while (first->attached() < n) first->wait_attached(1'000'000);
     first->ready();
-    run(*first, wanted);
+    run(*first, bare, wanted);
     while (wait(nullptr) > 0) continue;
 }

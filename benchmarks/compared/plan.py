@@ -1,7 +1,6 @@
 """What is measured: read from words of the command line, and checked at once.
 
-Bytes are counted as by `dure bench` (`dure.cli.bench.operations`), but the time of sendrecv is that
-of the complete round trip.
+Bytes and times are counted as by `dure bench` (`dure.cli.bench.operations`).
 """
 
 from __future__ import annotations

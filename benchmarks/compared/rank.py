@@ -281,13 +281,14 @@ class Server:
         return {"wrong": found}
 
     def sample(self, repeats: int) -> dict[str, float]:
-        """Return the seconds of one operation, of `repeats` back to back."""
+        """Return the seconds of one operation, of `repeats` back to back; of half a round trip."""
         run = self._run
+        messages = 2 if self._case.op == "sendrecv" else 1
         self._contestant.barrier()
         start = time.perf_counter()
         for turn in range(repeats):
             run(turn)
-        return {"seconds": (time.perf_counter() - start) / repeats}
+        return {"seconds": (time.perf_counter() - start) / repeats / messages}
 
     def finish(self) -> dict[str, int]:
         """Check once more, while everything is warm, and let the buffers go."""
