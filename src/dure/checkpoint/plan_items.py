@@ -1,4 +1,4 @@
-"""Items and plans: what a rank writes or reads of a state, under torch's names.
+"""Items and plans, under the names of torch: the parts of a state that a rank writes or reads.
 
 An item is a slice of a tensor, or another value, which planners (`planner`) and storages
 (`storage`) pass on as the bytes that `torch.save` makes of it. A plan is a list of items.
