@@ -1,9 +1,9 @@
-"""Take every figure of docs/performance.md again, and write them into it.
+"""Take the figures of docs/performance.md and docs/performance_tables.md again, and write them.
 
     python benchmarks/performance.py [--mpi PYTHON]... [--only NAME]... [--render]
 
 Runs `collectives.py` once for each entry of `RUNS`, and the programs of `PROGRAMS`, which leave
-benchmarks/results/NAME.json, and puts the tables between the markers of docs/performance.md. Each
+benchmarks/results/NAME.json, and puts the tables between the markers of these two pages. Each
 --mpi is a Python with mpi4py and an mpirun beside it. With --render nothing is measured: the tables
 are made from the files. The machine must be quiet, and have 16 GiB of memory free.
 """
@@ -27,7 +27,7 @@ from dure.cli.bench.operations import show_size, show_time
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENTS = (ROOT / "docs" / "performance.md", ROOT / "docs" / "performance_tables.md")
 OURS, ARENA, GLOO = "dure shm", "dure shm arena", "gloo"
 MOVING = "all_reduce,reduce_scatter,all_gather,broadcast,all_to_all,sendrecv,barrier"
 HOW = ("--samples", "7", "--sample-time", "0.02")
@@ -215,9 +215,11 @@ RENDERED: dict[str, Callable[[], list[str]]] = {
 
 
 def render(text: str) -> str:
-    """Return the document with every table made anew."""
+    """Return a document with every table that it has made anew."""
     for name, make in RENDERED.items():
         begin, end = f"<!-- figures: {name} -->", f"<!-- end: {name} -->"
+        if begin not in text:
+            continue
         head, _, rest = text.partition(begin)
         _, _, tail = rest.partition(end)
         text = "\n".join([head + begin, "", *make()]) + end + tail
@@ -225,7 +227,7 @@ def render(text: str) -> str:
 
 
 def main() -> None:
-    """Measure what is asked for, and write the document."""
+    """Measure what is asked for, and write the documents."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mpi", action="append", default=[], help="a Python with mpi4py")
     names = [*RUNS, *PROGRAMS]
@@ -235,7 +237,8 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     for name in [] if options.render else options.only or names:
         measure(name, options.mpi)
-    DOCUMENT.write_text(render(DOCUMENT.read_text("utf-8")), "utf-8")
+    for document in DOCUMENTS:
+        document.write_text(render(document.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

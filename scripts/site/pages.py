@@ -55,6 +55,7 @@ SEARCHED = {
     "index.md": 1,
     "overview.md": 1,
     "performance.md": 1,
+    "performance_tables.md": 1,
     "results.md": 1,
     "stability.md": 1,
     "walkthrough_all_reduce.md": 1,
