@@ -235,7 +235,7 @@ def test_a_checkpoint_that_lacks_a_file_is_damaged():
 
 def test_a_run_whose_address_is_that_of_a_file_is_refused():
     RUN.write(b"a file")
-    with pytest.raises(CheckpointNotWritten, match="something else than a folder"):
+    with pytest.raises(CheckpointNotWritten, match="it is a file, not a folder: memory:"):
         Checkpointer(RUN).save(1, model=_model(1))
 
 
