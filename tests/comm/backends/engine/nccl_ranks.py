@@ -14,7 +14,7 @@ import torch
 
 import dure as dist
 from dure.comm.backends.abort import AbortRecord
-from dure.errors import Aborted, CommTimeout, PeerLost, UsageError
+from dure.errors import Aborted, CommTimeout, Desync, PeerLost, UsageError
 from dure.testing.accelerator import Stream
 from tests.testing.accelerator import simulated_ranks
 from tests.testing.accelerator.simulated_ranks import host_values, late
@@ -375,6 +375,23 @@ def case_a_late_peer_ends_the_first_message(rank: int, size: int) -> None:
         with pytest.raises(CommTimeout) as caught:
             dist.isend(late(1.0), 1, group=group)
         assert caught.value.missing == (1,), caught.value.op
+        assert "called their first operation" in str(caught.value)  # found before NCCL is called
+    dist.all_gather_object([None, None], rank)
+
+
+def case_a_first_message_and_a_first_collective_are_a_deadlock(rank: int, size: int) -> None:
+    """Also in a group of two ranks they make two communicators."""
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+    calls = [
+        lambda: dist.all_reduce(late(1.0), group=group),
+        lambda: dist.send(late(1.0), 0, group),
+    ]
+    with pytest.raises(Desync) as caught:
+        calls[rank]()
+    assert caught.value.calls == {
+        0: "all_reduce (its first; waits for rank 1)",
+        1: "send to rank 0 (its first; waits for rank 0)",
+    }
     dist.all_gather_object([None, None], rank)
 
 

@@ -102,7 +102,7 @@ class EngineGroup:
         self._departed: set[int] = set()  # ranks whose process has ended after they had left
         self._read_at = 0.0  # when the exit records are read next; see `Deaths.keeper`
         self._end_at: float | None = None  # when the communicators are aborted
-        self._timeout_s = options.timeout.total_seconds()
+        self._timeout, self._timeout_s = options.timeout, options.timeout.total_seconds()
         self._op_timeout = options.op_timeout
         self._exits: ExitRecords | None = None
         if options.op_timeout is None:
@@ -204,12 +204,13 @@ class EngineGroup:
         sound = self._engine is not None and self._state.record is None
         if not self.in_stream or self._size == 1 or not sound or self._state.has_failed:
             return
-        began, ranks = time.monotonic(), range(self._size)
-        if peer is not None and self._batch is None:
-            first, last = sorted((self._rank, peer))
-            ranks, op = range(first, last + 1, last - first), f"{op} {_TOWARDS[op]} rank {peer}"
+        began = time.monotonic()
+        if self._batch is not None:
+            peer = None
+        elif peer is not None:
+            op = f"{op} {_TOWARDS[op]} rank {peer}"
         try:
-            self._meetings.meet(ranks, op, timedelta(seconds=self._timeout_s))
+            self._meetings.meet(peer, op, self._timeout)
         except DureError as error:  # it is not known which operations other ranks wait for
             self._state.adopt(AbortRecord.of(error))
             self._state.fail()
@@ -548,7 +549,7 @@ class EngineGroup:
             parent._state.adopt(AbortRecord.of(error))
             parent._state.fail()
             raise
-        self._meetings.met(range(self._size))
+        self._meetings.met()
         self._request("new_group", work, None, self._stream_device())
 
     def sit_out_split(self) -> None:
@@ -564,7 +565,7 @@ class EngineGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
-        self._timeout_s = timeout.total_seconds()
+        self._timeout, self._timeout_s = timeout, timeout.total_seconds()
         self._op_timeout = timeout  # messages would keep the engine's first timeout
         if self._engine is not None:
             self._engine.set_timeout(timeout)

@@ -15,7 +15,8 @@ communicator after its own note, so q's wait had ended before p's; and so on aro
 that p's wait had ended before it ended.
 
 Cost:
-    Four requests to the store, once for each communicator.
+    Four requests to the store, once for each communicator. A rank that waits has more: those that
+    search for deadlocks are rarer the more ranks there are.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ _LONGEST_LOOK_S = 0.5
 """How often a host that waits looks whether it still can: at growing intervals, up to this one."""
 _NOTE_S = 0.2
 """After how long a host that waits writes a note."""
+_SEARCH_S_PER_RANK = 0.01
+"""How often a host that waits searches the store for deadlocks and for ranks that have left, times
+the ranks of the communicator: so the number of requests of all ranks does not grow with it."""
+_ALL = "all"
+"""The key of the communicator of all ranks."""
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -67,8 +73,8 @@ _decode = msgspec.msgpack.Decoder(Note).decode
 class _NoteStore(Protocol):
     """The part of a store that is read."""
 
-    check: Callable[[Sequence[str]], bool]
-    get: Callable[[str], bytes]
+    missing_keys: Callable[[Sequence[str]], tuple[str, ...]]
+    multi_get: Callable[[Sequence[str]], list[bytes]]
 
 
 def _note_of(rank: int) -> str:
@@ -84,21 +90,36 @@ def blocked_hosts(store: _NoteStore, rank: int, note: Note) -> dict[int, str]:
         note: Its note.
     """
     notes, path = {rank: note}, [rank]
-    while True:
+    asked, searched = {rank}, {rank}
+    while path:
         blocked = notes[path[-1]]
-        for other in blocked.missing:
-            if other not in notes and store.check([_note_of(other)]):
-                notes[other] = _decode(store.get(_note_of(other)))
+        unread = [r for r in blocked.missing if r not in asked]
+        asked.update(unread)
+        notes.update(_read_notes(store, unread))
         blocking = [r for r in blocked.missing if r in notes and blocked.key not in notes[r].made]
-        if not blocking:
-            return {}
-        if blocking[0] in path:
-            circle = path[path.index(blocking[0]) :]
+        first = next((r for r in blocking if r in path), None)
+        if first is not None:
+            circle = path[path.index(first) :]
             return {
                 each: f"{notes[each].op} (its first; waits for rank {after})"
                 for each, after in zip(circle, [*circle[1:], circle[0]], strict=True)
             }
-        path.append(blocking[0])
+        further = next((r for r in blocking if r not in searched), None)
+        if further is None:
+            path.pop()
+        else:
+            searched.add(further)
+            path.append(further)
+    return {}
+
+
+def _read_notes(store: _NoteStore, ranks: Sequence[int]) -> dict[int, Note]:
+    """Return the notes of those ranks that have written one; two requests."""
+    keys = {_note_of(rank): rank for rank in ranks}
+    missing = {*store.missing_keys([*keys])} if keys else set()
+    written = [key for key in keys if key not in missing]
+    found = store.multi_get(written) if written else []
+    return {keys[key]: _decode(packed) for key, packed in zip(written, found, strict=True)}
 
 
 class Meetings:
@@ -114,15 +135,16 @@ class Meetings:
         self._store, self._state, self._exits = store, state, exits
         self._made: list[str] = []
 
-    def met(self, ranks: Sequence[int]) -> None:
-        """Note that the communicator of `ranks` was made without a meeting."""
-        self._made.append(_key_of(ranks, self._state.size))
+    def met(self) -> None:
+        """Note that the communicator of all ranks was made without a meeting."""
+        self._made.append(_ALL)
 
-    def meet(self, ranks: Sequence[int], op: str, timeout: timedelta) -> None:
-        """Wait for the other ranks, unless they have met before.
+    def meet(self, peer: int | None, op: str, timeout: timedelta) -> None:
+        """Wait for the other ranks of a communicator, unless they have met before.
 
         Args:
-            ranks: Of the communicator, this one too, in ascending order.
+            peer: The other rank of the communicator for single messages of two ranks, which a group
+                of two ranks has beside that of all ranks, too. None for that of all ranks.
             op: The operation that needs it, for errors.
             timeout: How long to wait.
 
@@ -133,15 +155,12 @@ class Meetings:
             Aborted: This rank has left the group in the meantime.
             CommError: A rank that was waited for has failed.
         """
-        key = _key_of(ranks, self._state.size)
+        ranks = [*range(self._state.size)] if peer is None else sorted((self._state.rank, peer))
+        key = _ALL if peer is None else ":".join(map(str, ranks))
         if key not in self._made:
             self._made.append(key)
             meeting = _Meeting(self._store, self._state, self._exits, Note(key, [], [], op), ranks)
             meeting.run([*self._made], timeout)
-
-
-def _key_of(ranks: Sequence[int], size: int) -> str:
-    return "all" if len(ranks) == size else ":".join(map(str, ranks))
 
 
 class _Meeting:
@@ -159,6 +178,7 @@ class _Meeting:
         self._note, self._ranks, self._op = note, [*ranks], note.op
         self._began = time.monotonic()
         self._look_s, self._is_published = 0.0, False
+        self._search_at = self._began + _NOTE_S
         self._gathering = Gathering(
             store, f"meeting/{note.key}", self._ranks.index(state.rank), len(ranks), None,
             group=state.name,
@@ -185,19 +205,25 @@ class _Meeting:
         state = self._state
         if state.left.is_set() or state.record is not None:
             raise state.error(self._op, began=self._began)
-        if time.monotonic() - self._began >= _NOTE_S:
-            keys = {self._gathering.entry_key(n): rank for n, rank in enumerate(self._ranks)}
-            missing = [keys[key] for key in self._store.missing_keys([*keys])]
-            if missing != self._note.missing:
-                self._publish(missing)
-            if calls := blocked_hosts(self._store, state.rank, self._note):
-                raise self._deadlock(calls)
-            left = frozenset() if self._exits is None else self._exits.have_left()
-            for rank in left.intersection(missing):
-                record = AbortRecord.gone(rank)
-                raise record.error(**state.where(self._op, began=self._began))
+        if time.monotonic() >= self._search_at:
+            self._search()
+            self._search_at = time.monotonic() + _SEARCH_S_PER_RANK * len(self._ranks)
         self._look_s = min(2 * self._look_s, _LONGEST_LOOK_S) or _LOOK_S
         return self._look_s
+
+    def _search(self) -> None:
+        """Raise if this rank waits for a deadlock, or for a rank that has left."""
+        state = self._state
+        keys = {self._gathering.entry_key(n): rank for n, rank in enumerate(self._ranks)}
+        missing = [keys[key] for key in self._store.missing_keys([*keys])]
+        if missing != self._note.missing:
+            self._publish(missing)
+        if calls := blocked_hosts(self._store, state.rank, self._note):
+            raise self._deadlock(calls)
+        left = frozenset() if self._exits is None else self._exits.have_left()
+        for rank in left.intersection(missing):
+            record = AbortRecord.gone(rank)
+            raise record.error(**state.where(self._op, began=self._began))
 
     def _deadlock(self, calls: dict[int, str]) -> DureError:
         named = dict(sorted(calls.items()))
@@ -207,7 +233,8 @@ class _Meeting:
             calls=named,
             seen="; ".join(f"rank {rank}: {text}" for rank, text in named.items()),
             fix="Let one of these ranks receive first, or send in both directions with "
-            "batch_isend_irecv. NCCL would wait forever.",
+            "batch_isend_irecv. A group's first batch needs all its ranks, unless a collective "
+            "came before. NCCL would wait forever.",
         )
         return record.error(**self._state.where(self._op, began=self._began))
 
