@@ -68,6 +68,16 @@ def case_a_group_of_some_ranks(rank: int) -> None:
     assert SimulatedNCCL.num_bootstraps == 1
 
 
+def case_keys_of_earlier_splits_are_removed(rank: int) -> None:
+    """Those of the last one stay: a count, a verdict, and one of each rank."""
+    for _ in range(3):
+        dist.new_group([0, 1])
+    dist.all_gather_object([None] * dist.get_world_size(), rank)
+    keys = [k for k in _engine()._store._store.list_keys() if k.startswith("split/3/0/")]
+    before = [k for k in _engine()._store._store.list_keys() if "verdict" in k and "split" in k]
+    assert (len(keys), before) == (2 + dist.get_world_size(), ["split/3/0/verdict"])
+
+
 def case_a_group_without_cpu_tensors(rank: int) -> None:
     pair = dist.new_group([1, 2])
     assert _engine().comm_split_count() == 1

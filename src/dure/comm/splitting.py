@@ -20,7 +20,8 @@ does not end it. So it is called only if nothing keeps a rank from it:
 If a rank ends between the barrier and the split, which follow each other at once, the others wait.
 
 Cost:
-    Four requests to the store, a barrier, and a split for each round.
+    Four requests to the store, a barrier, and a split for each round. Rank 0 has one more request,
+    which removes the keys of the split before.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -145,6 +146,11 @@ class _Splitting:
             self.meeting.give_up(error)
             _log.info("groups make communicators of their own: %s", error)
             return False
+        earlier, self._engine.split_meetings = self._engine.split_meetings[:-1], [self.meeting]
+        if self._engine.rank == 0:  # all have come, so that none reads earlier verdicts any more
+            with suppress(DureError):
+                for each in earlier:
+                    each.forget()
         return self.meeting.summary == _SPLIT
 
     def _watch(self) -> float:

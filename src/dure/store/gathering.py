@@ -267,6 +267,12 @@ class Gathering:
         elif count >= self.size:
             self._conclude(may_repeat=not self._is_past_limit)
 
+    def forget(self) -> None:
+        """Remove the keys, which no rank needs any more."""
+        names = ("count", "verdict", *(f"member/{rank}" for rank in range(self.size)))
+        keys = [f"{self._name}/{n}/{name}" for n in range(self.number + 1) for name in names]
+        self.store.delete_keys(keys)
+
     def error(self, elapsed_s: float) -> RendezvousError | PeerLost:
         """Return the error for a verdict that is not complete."""
         verdict = self.verdict

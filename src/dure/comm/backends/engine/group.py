@@ -91,6 +91,7 @@ class EngineGroup:
         self._reduce_scatters = engine.reduce_scatters
         # Two ranks: see `_swap`. NCCL's all_gather copies nothing, so an exchange gains nothing.
         self._swaps = options.size == 2 and not engine.in_stream
+        self.rank, self.split_meetings = options.rank, list[Gathering]()  # see comm/splitting.py
         self._device = options.device_id or torch.device(*engine.device_types)  # if `in_stream`
         # Held while a batch is started, so that calls of other threads are not added to it.
         self._calls: Any = threading.RLock() if engine.in_stream else nullcontext()
@@ -530,10 +531,12 @@ class EngineGroup:
     def next_split(self, summarize: Callable[[list[bytes]], bytes]) -> Gathering:
         """Return the meeting of all ranks before they split the communicator again."""
         self._num_splits += 1
-        return Gathering(
+        meeting = Gathering(
             self._store, f"split/{self._num_splits}", self._rank, self._size, summarize,
             group=self.group_name,
         )  # fmt: skip
+        self.split_meetings.append(meeting)
+        return meeting
 
     def split_off(self, parent: EngineGroup, color: int) -> None:
         """Make the communicator by a split of the parent's.
