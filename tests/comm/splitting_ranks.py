@@ -34,8 +34,8 @@ def run(names: list[str]) -> dict[str, str]:
         bound = None if "without_a_device" in name and os.environ["RANK"] == "1" else "sim:0"
         backend = BACKEND.split(",")[1] if "without_cpu_tensors" in name else BACKEND
         device = None if bound is None else torch.device(bound)
-        dist.init_process_group(backend, timeout=LIMIT, device_id=device)
         SimulatedNCCL.num_bootstraps = 0
+        dist.init_process_group(backend, timeout=LIMIT, device_id=device)
         try:
             getattr(splitting_ranks, f"case_{name}")(dist.get_rank())
             errors[name] = ""
@@ -84,6 +84,23 @@ def case_a_group_without_cpu_tensors(rank: int) -> None:
     if rank:
         assert _sum(pair, rank + 1.0) == [5.0] * 3
     assert SimulatedNCCL.num_bootstraps == 1
+
+
+def case_a_batch_of_some_ranks_comes_first(rank: int) -> None:
+    """It uses the communicator of all ranks, which is there since `init_process_group`."""
+    assert set(_engine()._communicators) == {"all"}
+    if rank < 2:
+        sent, received = late(rank + 1.0), torch.zeros(3, device="sim")
+        ops = [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert received.tolist() == [2.0 - rank] * 3
+    if rank == 1:
+        dist.send(late(7.0), 2)
+    if rank == 2:
+        received = torch.zeros(3, device="sim")
+        dist.recv(received, 1)
+        assert received.tolist() == [7.0] * 3
 
 
 def case_operations_of_the_parent_end_before(rank: int) -> None:

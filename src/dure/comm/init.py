@@ -33,6 +33,7 @@ from dure.comm.gpus import each_has_its_own, visible_gpus
 from dure.comm.group import ProcessGroup
 from dure.comm.names import Backend
 from dure.comm.recording import begin_recording, end_recording
+from dure.comm.splitting import connect
 from dure.comm.subgroups import split_group
 from dure.comm.world import GroupMember, World, current_world, resolve, when_left
 from dure.errors import DureError, PerformanceWarning, RendezvousError, UsageError
@@ -138,6 +139,7 @@ def init_process_group(
         )
         with world.beginning:
             (world.default,) = create_groups(world, found.store, found.rank, [spec])
+            connect(world.default)
         _to_leave.add(world)
         _leave_first()
         begin_recording(found.store)

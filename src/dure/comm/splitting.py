@@ -14,8 +14,8 @@ does not end it. So it is called only if nothing keeps a rank from it:
 * After their groups were made, all ranks of the parent meet in the store. Each says which groups it
   makes, and that nothing has failed. There is one verdict for all of them. If it is not to split,
   each group makes its communicator as without a device.
-* Then a barrier of the parent ends its operations, as NCCL demands, and makes its communicator if
-  it has none. Its limit is the parent's timeout.
+* Then a barrier of the parent ends its operations, as NCCL demands. Its limit is the parent's
+  timeout. The default group's communicator was made when it was (`connect`).
 
 If a rank ends between the barrier and the split, which follow each other at once, the others wait.
 
@@ -43,7 +43,7 @@ from dure.trace import logs
 if TYPE_CHECKING:
     from dure.comm.backends.engine.group import EngineGroup
 
-__all__ = ["rounds_of", "splitting"]
+__all__ = ["connect", "rounds_of", "splitting"]
 
 _log = logs.logger("comm")
 _SPLIT, _APART = b"split", b"apart"
@@ -65,6 +65,27 @@ def rounds_of(rank_lists: Sequence[Sequence[int]]) -> list[list[int]]:
         else:
             rounds.append((set(ranks), [place]))
     return [places for _, places in rounds]
+
+
+def connect(group: ProcessGroup) -> None:
+    """Make the communicator of all ranks now, if every rank is bound to a device, as torch does.
+
+    So a program's first operation may be a batch of messages of some ranks only, which uses it.
+
+    Args:
+        group: The default group, which was made just now. All ranks call.
+
+    Raises:
+        CommError: As a barrier.
+    """
+    for engine in group.backends_with("splits"):
+        _join_all(engine, "init_process_group")
+
+
+def _join_all(engine: EngineGroup, op: str) -> None:
+    with engine.held():
+        engine.run(Call(op="barrier"), False)
+        engine.check(op)
 
 
 @contextmanager
@@ -125,8 +146,7 @@ class _Splitting:
         parts = [group for group, does in zip(groups, splits, strict=True) if does]
         ranks = [s.global_ranks for s, does in zip(self._specs, splits, strict=True) if does]
         with engine.held():
-            engine.run(Call(op="barrier"), False)
-            engine.check("new_group")
+            _join_all(engine, "new_group")
             for places in rounds_of(ranks):
                 own = [(color, parts[place]) for color, place in enumerate(places, 1)]
                 mine = [(color, group) for color, group in own if group is not None]

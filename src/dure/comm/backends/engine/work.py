@@ -272,6 +272,11 @@ class CollectiveRequest(Request):
                 if error is None and copy_back is not None:
                     with torch.inference_mode():  # the user's tensors may be inference tensors
                         copy_back()
+                    if self.stream_device is not None and self._state.record is not None:
+                        # The host has waited for a barrier, which an abort has ended.
+                        error = self._state.error(self.op, began=self.began)
+            except DureError as e:  # likewise
+                error = e
             except Exception as e:  # out of memory, say: the result is not in place
                 what, seen = "the result could not be copied back", f"{type(e).__name__}: {e}"
                 where = self._state.where(self.op, began=self.began)
