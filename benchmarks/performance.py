@@ -71,7 +71,8 @@ def measure(name: str, pythons: Sequence[str]) -> None:
     ]
     subprocess.run(command, check=True)
     # Where a Python lies is this machine's business; which environment it is, is told.
-    path.write_text(re.sub(r"mpi@[^\s,\"]*?([^/\s,\"]+/bin/\w+)", r"mpi@\1", path.read_text()))
+    text = path.read_text().replace(f"{ROOT}/", "")
+    path.write_text(re.sub(r"mpi@[^\s,\"]*?([^/\s,\"]+/bin/\w+)", r"mpi@\1", text))
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -106,7 +107,7 @@ def render_machine() -> list[str]:
     """Say on what machine, when, and with which versions."""
     report = load("collectives")
     facts = [*report.machine.items(), *report.versions.items(), ("Taken", report.when)]
-    return [*(f"- {name}: {value}" for name, value in facts), "", f"    {report.command}", ""]
+    return [*(f"- {name}: {value}" for name, value in facts), "", "```", report.command, "```", ""]
 
 
 def render_collectives() -> list[str]:
