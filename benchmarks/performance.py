@@ -216,7 +216,7 @@ RENDERED: dict[str, Callable[[], list[str]]] = {
 
 
 def render(text: str) -> str:
-    """Return a document with every table that it has made anew."""
+    """Return a document, with its tables written again from the files."""
     for name, make in RENDERED.items():
         begin, end = f"<!-- figures: {name} -->", f"<!-- end: {name} -->"
         if begin not in text:

@@ -103,7 +103,7 @@ class ReceivedWays {
             longest = std::max(longest, time);
         }
 
-        // Without the longest, if there are others; a way that was not timed takes for ever.
+        // Without the longest, if there are others; a way that was not timed loses.
         float mean() const {
             if (count == 0) return std::numeric_limits<float>::infinity();
             return count == 1 ? sum : (sum - longest) / static_cast<float>(count - 1);

@@ -347,7 +347,8 @@ def _change_of(catalog: Catalog) -> str | None:
         return "removed"
     except OSError:
         return None
-    return None if catalog.digest in (found[len(_HEAD) :], found[:_DIGEST_BYTES]) else "replaced"
+    digest = found[len(_HEAD) :] if found.startswith(_HEAD) else found[:_DIGEST_BYTES]
+    return None if digest == catalog.digest else "replaced"
 
 
 class HeldManifest:

@@ -97,6 +97,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.op.endswith("_single") and len(self.inputs) == len(self.outputs) == 1
 
     @property
+    def other_end(self) -> int | None:
+        """The root of a collective, or the other end of a message."""
+        return self.root if self.root >= 0 else self.peer
+
+    @property
     def data(self) -> torch.Tensor | None:
         """The tensor to report for the call: this rank's input, if it has one."""
         tensors = self.outputs if self.op in _OUTPUT_SAYS else self.inputs

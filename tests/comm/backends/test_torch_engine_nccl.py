@@ -343,6 +343,16 @@ def test_nccl_barrier_waits_for_its_stream_only(not_nccl, monkeypatch):
     assert Stream.log == ["all_reduce", "A waits for all_reduce", "host waits for A"]
 
 
+def test_nccl_barrier_during_which_the_group_is_aborted_raises(not_nccl, monkeypatch):
+    """The stream goes on without an error then."""
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    group = torch_engine.create_nccl(options(size=2))
+    death = AbortRecord.of(PeerLost("rank 1 was lost", peer=1))
+    monkeypatch.setattr(Stream, "synchronize", lambda self: group._state.adopt(death))
+    with pytest.raises(PeerLost):
+        group.run(Call(op="barrier"), False)
+
+
 def test_nccl_reduces_16_bits_itself_unless_the_result_is_wider(not_nccl):
     group, t = torch_engine.create_nccl(options(size=1)), torch.ones(2, dtype=torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):

@@ -229,9 +229,7 @@ class GroupCore:
     @property
     def details(self) -> str:
         """The choices of its backends, as text for the log."""
-        backends = {id(b): b for b in self._backends.values()}.values()
-        texts = dict.fromkeys(getattr(b, "details", "") for b in backends)
-        return "; ".join(text for text in texts if text)
+        return "; ".join(dict.fromkeys(b.details for b in self.backends_with("details")))
 
     @property
     def group_desc(self) -> str:
@@ -444,7 +442,7 @@ class GroupCore:
             event = self._begin(call, deferred)
         noted = None
         if self._ring is not None and not _records(backend):
-            noted = self._ring.begin(call.op, call.data, _peer(call), _detail(call), deferred)
+            noted = self._ring.begin(call.op, call.data, call.other_end, _detail(call), deferred)
         ended = partial(self._ended, event, noted)
         try:
             if call.op in MESSAGES or _records(backend):
@@ -616,7 +614,7 @@ class GroupCore:
                 world_size=self._size,
                 nbytes=0 if data is None else data.nbytes,
                 dtype="" if data is None else str(data.dtype).removeprefix("torch."),
-                peer=_peer(call),
+                peer=call.other_end,
                 async_op=async_op,
             )
         )
@@ -689,11 +687,6 @@ def _run(backend: Backend, call: Call, async_op: bool) -> Request | None:
             return backend.recv(call.outputs[0], call.peer, call.tag, async_op)
         case _:
             return backend.run(call, async_op)
-
-
-def _peer(call: Call) -> int | None:
-    """Return the root of a collective, or the other end of a message."""
-    return call.root if call.root >= 0 else call.peer
 
 
 def _detail(call: Call) -> str | int | None:

@@ -27,10 +27,12 @@ def main() -> None:
     dist.all_reduce(t)
     assert t.tolist() == [3.0] * 3
     if dist.get_rank() == 0:
+        group.store.wait(["rank 1 has the sum"])  # which needs the store
         if sys.argv[1] == "leaves":
             dist.destroy_process_group()
             sys.exit()
         os._exit(0)
+    group.store.set("rank 1 has the sum", "")
     engine = group._backends["sim"]
     until(lambda: engine._deaths.has_died(0), "the end of rank 0")
     engine.look()

@@ -85,13 +85,13 @@ class EngineGroup:
     def __init__(self, engine: EngineCalls, options: BackendOptions) -> None:
         self.name, self.device_types = engine.name, engine.device_types
         self.group_name, self._store, self._num_splits = options.name, options.store, 0
-        self._rank, self._size = options.rank, options.size
+        self.rank, self._size = options.rank, options.size
         self.in_stream, self._bitwise = engine.in_stream, engine.bitwise
         self._any_source, self._native_floats = engine.any_source, engine.native_floats
         self._reduce_scatters = engine.reduce_scatters
         # Two ranks: see `_swap`. NCCL's all_gather copies nothing, so an exchange gains nothing.
         self._swaps = options.size == 2 and not engine.in_stream
-        self.rank, self.split_meetings = options.rank, list[Gathering]()  # see comm/splitting.py
+        self.split_meetings = list[Gathering]()  # see comm/splitting.py
         self._device = options.device_id or torch.device(*engine.device_types)  # if `in_stream`
         # Held while a batch is started, so that calls of other threads are not added to it.
         self._calls: Any = threading.RLock() if engine.in_stream else nullcontext()
@@ -103,7 +103,7 @@ class EngineGroup:
         self._departed: set[int] = set()  # ranks whose process has ended after they had left
         self._read_at = 0.0  # when the exit records are read next; see `Deaths.keeper`
         self._end_at: float | None = None  # when the communicators are aborted
-        self._timeout, self._timeout_s = options.timeout, options.timeout.total_seconds()
+        self._timeout = options.timeout
         self._op_timeout = options.op_timeout
         self._exits: ExitRecords | None = None
         if options.op_timeout is None:
@@ -291,7 +291,7 @@ class EngineGroup:
 
     def _reduce(self, call: Call, async_op: bool) -> Request | None:
         (tensor,), dst = call.inputs, call.root
-        wired, here = self._wire(tensor, call), self._rank == dst
+        wired, here = self._wire(tensor, call), self.rank == dst
         if wired is None:
             out = tensor if here else torch.empty_like(tensor)
             return self._gather_and_reduce(call, out, tensor, 0, async_op)
@@ -309,11 +309,11 @@ class EngineGroup:
             return self._reduce_scatter_single(
                 msgspec.structs.replace(call, inputs=(source,)), async_op
             )
-        return self._reduce_all(call, output, source, sum(lengths[: self._rank]), async_op)
+        return self._reduce_all(call, output, source, sum(lengths[: self.rank]), async_op)
 
     def _reduce_scatter_single(self, call: Call, async_op: bool) -> Request | None:
         (output,), (tensor,) = call.outputs, call.inputs
-        begin = self._rank * output.numel()
+        begin = self.rank * output.numel()
         if not self._reduce_scatters:
             return self._reduce_all(call, output, tensor.clone(), begin, async_op)
         wired = self._wire(tensor, call)
@@ -395,7 +395,7 @@ class EngineGroup:
 
         An all_gather of torch's Gloo copies its input once and its output twice.
         """
-        here, other = self._rank, 1 - self._rank
+        here, other = self.rank, 1 - self.rank
         mine, kept = as_bytes(gives[here]), as_bytes(takes[here])
         if mine.data_ptr() != kept.data_ptr():
             with torch.inference_mode():  # the user's tensors may be inference tensors
@@ -532,7 +532,7 @@ class EngineGroup:
         """Return the meeting of all ranks before they split the communicator again."""
         self._num_splits += 1
         meeting = Gathering(
-            self._store, f"split/{self._num_splits}", self._rank, self._size, summarize,
+            self._store, f"split/{self._num_splits}", self.rank, self._size, summarize,
             group=self.group_name,
         )  # fmt: skip
         self.split_meetings.append(meeting)
@@ -568,7 +568,7 @@ class EngineGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long an operation may wait for its peers."""
-        self._timeout, self._timeout_s = timeout, timeout.total_seconds()
+        self._timeout = timeout
         self._op_timeout = timeout  # messages would keep the engine's first timeout
         if self._engine is not None:
             self._engine.set_timeout(timeout)
@@ -620,7 +620,7 @@ class EngineGroup:
         """Return the record of a member that has died, and had not left before."""
         assert self._deaths is not None
         for rank in range(self._size):
-            if rank == self._rank or rank in self._departed or not self._deaths.has_died(rank):
+            if rank == self.rank or rank in self._departed or not self._deaths.has_died(rank):
                 continue
             if self._exits is not None and rank in self._exits.ask(False)[0]:
                 self._departed.add(rank)
@@ -630,7 +630,7 @@ class EngineGroup:
 
     def _delay(self, now: float) -> AbortRecord | None:
         """Return the record of an operation that takes too long."""
-        limit_s = self._timeout_s + SLACK_S
+        limit_s = self._timeout.total_seconds() + SLACK_S
         for request in [*self._collectives]:
             if now - request.began > limit_s:
                 if not request.engine_done:

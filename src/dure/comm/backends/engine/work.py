@@ -275,7 +275,7 @@ class CollectiveRequest(Request):
                     if self.stream_device is not None and self._state.record is not None:
                         # The host has waited for a barrier, which an abort has ended.
                         error = self._state.error(self.op, began=self.began)
-            except DureError as e:  # likewise
+            except DureError as e:  # found while the host waited
                 error = e
             except Exception as e:  # out of memory, say: the result is not in place
                 what, seen = "the result could not be copied back", f"{type(e).__name__}: {e}"
