@@ -32,6 +32,7 @@ def run(names: list[str]) -> dict[str, str]:
     accelerator.install()
     for name in names:
         bound = None if "without_a_device" in name and os.environ["RANK"] == "1" else "sim:0"
+        bound = "cpu" if "bound_to_the_cpu" in name else bound
         backend = BACKEND.split(",")[1] if "without_cpu_tensors" in name else BACKEND
         device = None if bound is None else torch.device(bound)
         SimulatedNCCL.num_bootstraps = 0
@@ -66,6 +67,14 @@ def case_a_group_of_some_ranks(rank: int) -> None:
         assert pair is NON_MEMBER
     assert _sum(None, rank + 1.0) == [6.0] * 3
     assert SimulatedNCCL.num_bootstraps == 1
+
+
+def case_ranks_that_are_bound_to_the_cpu(rank: int) -> None:
+    """It is no device of the backend, so nothing is made in advance, and nothing is split."""
+    assert _engine()._communicators == {}
+    dist.new_group([0, 1])
+    assert _engine().comm_split_count() == 0
+    assert _sum(None, rank + 1.0) == [6.0] * 3
 
 
 def case_keys_of_earlier_splits_are_removed(rank: int) -> None:

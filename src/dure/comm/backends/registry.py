@@ -61,7 +61,8 @@ class FactoryOpening:
 
     @property
     def offer(self) -> bytes:
-        return b"" if self._options.device_id is None else _BOUND
+        device = self._options.device_id
+        return b"" if device is None or device.type in {"cpu", "meta"} else _BOUND
 
     def connect(self, offers: Sequence[bytes]) -> None:
         all_bound = len(offers) > 0 and all(offer == _BOUND for offer in offers)
